@@ -1,0 +1,37 @@
+# Everything runs in .venv, installed once from the pinned versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow quality style bench cards clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,lab]"
+	touch $@
+
+demo: .venv/installed
+	OMP_NUM_THREADS= $(BIN)/diffusers-ext demo
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+quality: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_repo.py
+	$(BIN)/python scripts/render_cards.py --check
+
+style: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+cards: .venv/installed
+	$(BIN)/python scripts/render_cards.py
+
+bench: .venv/installed
+	OMP_NUM_THREADS= $(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv outputs build dist

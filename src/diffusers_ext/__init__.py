@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Extensions for Hugging Face diffusers: methods as pipelines, hooks, schedulers and adapters.
+
+Importing this package loads neither torch nor diffusers; every public name is imported when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+
+__version__ = "0.1.0.dev0"
+
+_SAEURON = "diffusers_ext.methods.saeuron"
+_MODULE_OF = {
+    "ConceptEdit": f"{_SAEURON}.concepts_saeuron",
+    "ConceptEdits": f"{_SAEURON}.concepts_saeuron",
+    "ConceptStatistics": f"{_SAEURON}.concepts_saeuron",
+    "MethodSpec": "diffusers_ext.registry",
+    "SAeUronConfig": f"{_SAEURON}.hooks_saeuron",
+    "SAeUronStableDiffusionPipeline": f"{_SAEURON}.pipeline_saeuron",
+    "SparseAutoencoder": f"{_SAEURON}.modeling_saeuron",
+    "apply_saeuron": f"{_SAEURON}.hooks_saeuron",
+    "collect_statistics": f"{_SAEURON}.concepts_saeuron",
+    "concept_heatmap": f"{_SAEURON}.heatmaps_saeuron",
+    "custom_pipeline": "diffusers_ext.registry",
+    "get_method": "diffusers_ext.registry",
+    "list_methods": "diffusers_ext.registry",
+    "load_component": "diffusers_ext.loading",
+    "remove_saeuron": f"{_SAEURON}.hooks_saeuron",
+}
+
+__all__ = sorted([*_MODULE_OF, "lab"])
+
+if TYPE_CHECKING:
+    from . import lab as lab
+    from .loading import load_component as load_component
+    from .methods.saeuron.concepts_saeuron import ConceptEdit as ConceptEdit
+    from .methods.saeuron.concepts_saeuron import ConceptEdits as ConceptEdits
+    from .methods.saeuron.concepts_saeuron import ConceptStatistics as ConceptStatistics
+    from .methods.saeuron.concepts_saeuron import collect_statistics as collect_statistics
+    from .methods.saeuron.heatmaps_saeuron import concept_heatmap as concept_heatmap
+    from .methods.saeuron.hooks_saeuron import SAeUronConfig as SAeUronConfig
+    from .methods.saeuron.hooks_saeuron import apply_saeuron as apply_saeuron
+    from .methods.saeuron.hooks_saeuron import remove_saeuron as remove_saeuron
+    from .methods.saeuron.modeling_saeuron import SparseAutoencoder as SparseAutoencoder
+    from .methods.saeuron.pipeline_saeuron import SAeUronStableDiffusionPipeline as SAeUronStableDiffusionPipeline
+    from .registry import MethodSpec as MethodSpec
+    from .registry import custom_pipeline as custom_pipeline
+    from .registry import get_method as get_method
+    from .registry import list_methods as list_methods
+
+
+def __getattr__(name):
+    if name == "lab":
+        return importlib.import_module("diffusers_ext.lab")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'diffusers_ext' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted([*globals(), *__all__])

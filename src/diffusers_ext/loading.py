@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading what was saved with components that diffusers does not know by itself."""
+
+import importlib
+import json
+from pathlib import Path
+
+from . import plugins
+
+
+def load_component(folder, subfolder=None, **kwargs):
+    """
+    Loads a pipeline, a model or a scheduler from a local folder, whichever it is, registered plugins' classes included.
+
+    diffusers finds a class of another package only if its module was imported before. This function imports the modules that the
+    folder names, provided a registered plugin brings them, and nothing else.
+
+    Args:
+        folder (`str` or `os.PathLike`):
+            A folder with `model_index.json`, `config.json` or `scheduler_config.json`.
+        subfolder (`str`, *optional*):
+            A component inside it.
+        kwargs:
+            Passed on to `from_pretrained` of the class.
+
+    Raises:
+        FileNotFoundError: when there is no such folder or no such file in it.
+        ValueError: when the class is one that neither diffusers nor a plugin has.
+
+    Example:
+
+    ```py
+    >>> from diffusers_ext import lab, load_component
+
+    >>> unet = load_component(lab.pipeline_folder(), subfolder="unet")
+    ```
+    """
+    path = Path(folder, subfolder or "")
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no folder. Download a repository first: huggingface_hub.snapshot_download(id).")
+    names = ("model_index.json", "config.json", "scheduler_config.json")
+    index = next((path / name for name in names if (path / name).is_file()), None)
+    if index is None:
+        raise FileNotFoundError(f"{path} holds none of {', '.join(names)}, so it is no pipeline, model or scheduler.")
+    config = json.loads(index.read_text(encoding="utf-8"))
+    modules = _plugin_modules()
+    named = [value[0] for value in config.values() if isinstance(value, list) and value and isinstance(value[0], str)]
+    for module in modules:
+        if module in named:
+            importlib.import_module(module)
+    return _find_class(config.get("_class_name"), modules, index).from_pretrained(path, **kwargs)
+
+
+def _plugin_modules():
+    groups = [group for group in plugins.GROUPS if group != "diffusers_ext.methods"]
+    return sorted({plugin.module for group in groups for plugin in plugins.discover(group).values()})
+
+
+def _find_class(name, modules, index):
+    import diffusers
+
+    if isinstance(name, str) and hasattr(diffusers, name):
+        return getattr(diffusers, name)
+    for group in plugins.GROUPS[1:]:
+        for plugin in plugins.discover(group).values():
+            if plugin.target.partition(":")[2] == name:
+                return plugin.load()
+    raise ValueError(
+        f"{index} asks for the class {name!r}, which neither diffusers nor an installed plugin has (plugins bring classes of "
+        f"{', '.join(modules) or 'no module'}). Install the plugin that defines it."
+    )

@@ -2,6 +2,7 @@
 """The intervention of SAeUron as a hook, and a hook that reads what an autoencoder is trained on."""
 
 import difflib
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -138,23 +139,29 @@ class _BlockHook(ModelHook):
     def __init__(self, point):
         super().__init__()
         self.point = validate_hook(point or {})
+        self._source = None
 
     def process(self, tokens):
         """New tokens, or the very same object where nothing changes."""
         raise NotImplementedError
 
-    def new_forward(self, module, *args, **kwargs):
+    def pre_forward(self, module, *args, **kwargs):
         source = args[0] if args else kwargs["hidden_states"]
+        if self.point["signal"] == "diff":
+            self._source = source
+        if self.point["signal"] != "input":
+            return args, kwargs
+        changed = self._process_signal(source)
+        if args:
+            return (changed, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": changed}
+
+    def post_forward(self, module, output):
         if self.point["signal"] == "input":
-            changed = self._process_signal(source)
-            if args:
-                args = (changed, *args[1:])
-            else:
-                kwargs = {**kwargs, "hidden_states": changed}
-            return self.fn_ref.original_forward(*args, **kwargs)
-        output = self.fn_ref.original_forward(*args, **kwargs)
+            return output
         signal = self._signal(output)
         if self.point["signal"] == "diff":
+            source, self._source = self._source, None
             difference = signal - source
             changed = self._process_signal(difference)
             changed = signal if changed is difference else source + changed
@@ -274,26 +281,26 @@ class SAeUronHook(_BlockHook):
         selected = F.relu(selected if norms is None else selected * norms[:, None])
         fires = (selected > gates[:, None]) & acts
 
-        if torch.compiler.is_compiling():
-            # Data-dependent shapes would break the graph: every token is encoded.
-            firing = torch.ones_like(fires[..., 0])
-        else:
+        if not torch.compiler.is_compiling():
             any_fires, finite = torch.stack([fires.any(), selected.isfinite().all()]).tolist()
             if not finite and not self._warned_finite:
                 self._warned_finite = True
                 logger.warning(f"{self.point['module']} gives values that are not finite; SAeUron leaves them alone.")
             if not any_fires and self.config.error == "exact":
                 return tokens
-            firing = fires.any(-1)
 
         if "topk" in sae.config.activation:
             # Whether a selected latent is among a token's k largest depends on all others, so firing tokens are encoded in full.
-            kth = torch.full_like(selected[..., :1], float("inf"))
+            # Compiled, all are: shapes that depend on data would break the graph.
+            indices = indices.expand(tokens.shape[0], -1)
             if torch.compiler.is_compiling():
-                kth = self._kth_largest(normalised)
+                largest, values = self._largest(normalised, indices[:, None].expand(-1, tokens.shape[1], -1))
+                selected, fires = values, fires & largest
             else:
-                kth[firing] = self._kth_largest(normalised[firing])
-            fires = fires & (selected >= kth)
+                samples, positions = fires.any(-1).nonzero(as_tuple=True)
+                largest, values = self._largest(normalised[samples, positions], indices[samples])
+                selected = selected.index_put((samples, positions), values)
+                fires = fires.index_put((samples, positions), fires[samples, positions] & largest)
         elif sae.config.activation == "jumprelu":
             fires = fires & (selected > sae.threshold[indices][:, None])
 
@@ -314,9 +321,11 @@ class SAeUronHook(_BlockHook):
             reconstruction = reconstruction + (reconstruction - tokens.float())
         return (reconstruction + change.float()).to(tokens.dtype)
 
-    def _kth_largest(self, normalised):
+    def _largest(self, normalised, indices):
+        """Which of the latents `indices` are among a token's k largest, and their values."""
         h = self.sae.pre_activations(normalised)
-        return h.topk(self.sae.config.k, dim=-1).values[..., -1:]
+        values = h.gather(-1, indices)
+        return values >= h.topk(self.sae.config.k, dim=-1).values[..., -1:], F.relu(values)
 
     def _replace_tokens(self, tokens, flagged, undo):
         others = (~flagged)[..., None].to(tokens.dtype)
@@ -339,11 +348,14 @@ def build_tables(config):
             count = edit.count(config.num_features, config.percentile)
             multiplier = edit.multiplier if config.multiplier is None else config.multiplier
             row = (edit.timesteps - timestep).abs().argmin()
-            for i in range(count):
-                index, scale = int(edit.indices[row, i]), multiplier * float(edit.mean[row, i])
+            # Rounded to half precision, as the official code keeps it.
+            scales = (multiplier * edit.mean[row, :count].half()).tolist()
+            if not all(math.isfinite(scale) for scale in scales):
+                raise ValueError(f"`multiplier` {multiplier} is too large for the edit {edit.name!r}.")
+            for index, scale, gate in zip(edit.indices[row].tolist(), scales, edit.gate[row].tolist()):
                 if index < 0:
                     continue
-                entry = scale, 1 + config.strengths[edit.name] * (scale - 1), float(edit.gate[row, i])
+                entry = scale, 1 + config.strengths[edit.name] * (scale - 1), gate
                 if index in chosen:
                     logger.info(f"Two concepts select latent {index} at timestep {timestep:g}; the stronger edit is kept.")
                     entry = max(entry, chosen[index], key=lambda e: abs(e[0]))
@@ -384,6 +396,20 @@ def find_block(module, point):
 
 def _registry(module):
     return HookRegistry.check_if_exists_or_initialize(module)
+
+
+def _remove_hook(module, name):
+    """
+    Removes a hook and keeps the one around it working: `HookRegistry.remove_hook` overwrites the forward of a hook that replaces the
+    forward (`new_forward`) instead of what it calls inside.
+    """
+    registry = _registry(module)
+    following = registry._hook_order.index(name) + 1
+    outer = registry._fn_refs[following] if following < len(registry._fn_refs) else None
+    forward = outer.forward if outer is not None and outer.original_forward is not None else None
+    registry.remove_hook(name, recurse=False)
+    if forward is not None:
+        outer.original_forward, outer.forward = outer.forward, forward
 
 
 def applied_names(module):
@@ -447,15 +473,15 @@ def apply_saeuron(module, sae, config, name="saeuron"):
             )
         if int(edit.indices.max()) >= sae.num_latents:
             raise ValueError(f"The edit {edit.name!r} selects latent {int(edit.indices.max())} of {sae.num_latents}.")
-    block = find_block(module, sae.config.hook)
-    channels = getattr(block, "out_channels", None) if sae.config.hook and sae.config.hook["layout"] == "nchw" else None
-    if isinstance(channels, int) and channels != sae.config.d_in:
+    point = validate_hook(sae.config.hook or {})
+    channels = getattr(find_block(module, point), "out_channels", None)
+    if isinstance(channels, int) and point["layout"] == "nchw" and channels != sae.config.d_in:
         raise ValueError(
-            f"The autoencoder has {sae.config.d_in} channels but {sae.config.hook['module']} gives {channels}. It was made for "
-            f"another model or block."
+            f"The autoencoder has {sae.config.d_in} channels but {point['module']} gives {channels}. It was made for another "
+            f"model or block."
         )
     _warn_about_base(module, sae)
-    _attach(module, sae.config.hook, name, lambda clock: SAeUronHook(sae, config, clock))
+    _attach(module, point, name, lambda clock: SAeUronHook(sae, config, clock))
 
 
 def _warn_about_base(module, sae):
@@ -485,11 +511,11 @@ def remove_saeuron(module, name=None):
     if name is not None and name not in names:
         raise ValueError(f"{name!r} is not applied to this {type(module).__name__}; applied are {names or 'none'}.")
     for applied in names if name is None else [name]:
-        _registry(module).remove_hook(applied + _TIMESTEP_SUFFIX, recurse=False)
+        _remove_hook(module, applied + _TIMESTEP_SUFFIX)
         for block in module.modules():
             hooks = getattr(getattr(block, "_diffusers_hook", None), "hooks", {})
             if isinstance(hooks.get(applied), _BlockHook):
-                _registry(block).remove_hook(applied, recurse=False)
+                _remove_hook(block, applied)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 """The intervention of SAeUron as a hook, and a hook that reads what an autoencoder is trained on."""
 
 import difflib
+import inspect
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ class SAeUronConfig:
             The same, as the paper counts: in (0, 100), the share of latents whose score lies below.
         mode (`str`, *optional*, defaults to `"scale"`):
             `"scale"` multiplies the selected latents. `"replace"` takes them as a detector: a token in which one of them fires is
-            replaced by the mean of the sample's other tokens (by `b_dec` if there is none).
+            replaced by the mean of the sample's other tokens (by `b_dec` if there is none); a strength below 1 moves it part of
+            the way, `multiplier` and `error` have no say.
         error (`str`, *optional*, defaults to `"exact"`):
             `"exact"` keeps what the autoencoder does not reconstruct. `"official"` adds that error with the wrong sign, as the
             published code does, to reproduce its figures. `"none"` leaves it out.
@@ -105,9 +107,16 @@ class SAeUronTimestepHook(ModelHook):
     def __init__(self, clock):
         super().__init__()
         self.clock = clock
+        self.position = None
+
+    def initialize_hook(self, module):
+        # U-Nets take it second, FLUX takes it fourth.
+        parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+        self.position = parameters.index("timestep") if "timestep" in parameters else len(parameters)
+        return module
 
     def pre_forward(self, module, *args, **kwargs):
-        timestep = kwargs["timestep"] if "timestep" in kwargs else args[1] if len(args) > 1 else None
+        timestep = kwargs.get("timestep", args[self.position] if len(args) > self.position else None)
         if timestep is None:
             raise ValueError(f"{type(module).__name__} was called without `timestep`, which SAeUron needs.")
         self.clock.timestep = timestep
@@ -164,7 +173,8 @@ class _BlockHook(ModelHook):
             source, self._source = self._source, None
             difference = signal - source
             changed = self._process_signal(difference)
-            changed = signal if changed is difference else source + changed
+            # Added to the output, not to the input: tokens without a change stay bit for bit what they are.
+            changed = signal if changed is difference else signal + (changed - difference)
         else:
             changed = self._process_signal(signal)
         return output if changed is signal else self._replace(output, changed)
@@ -185,8 +195,9 @@ class _BlockHook(ModelHook):
         if isinstance(output, torch.Tensor):
             return signal
         if isinstance(output, (tuple, list)):
-            index = self.point["output_index"] or 0
-            return type(output)([*output[:index], signal, *output[index + 1 :]])
+            outputs = list(output)
+            outputs[self.point["output_index"] or 0] = signal
+            return type(output)(outputs)
         # A copy, so that whoever holds the block's own output does not see it change.
         return type(output)(**{**output, "sample": signal})
 
@@ -254,8 +265,8 @@ class SAeUronHook(_BlockHook):
         known = self._tables["timesteps"]
         if not torch.compiler.is_compiling() and not self._warned_range:
             low, high = known.min(), known.max()
-            spacing = (high - low) / max(len(known) - 1, 1)
-            if ((timestep < low - spacing - 1) | (timestep > high + spacing + 1)).any():
+            spacing = (high - low) / max(len(known) - 1, 1) + 1e-3 * self._tables["num_train_timesteps"]
+            if ((timestep < low - spacing) | (timestep > high + spacing)).any():
                 self._warned_range = True
                 logger.warning(
                     f"The timestep {timestep[0].item():g} lies outside those of the edit ({low.item():g} to {high.item():g}); the "
@@ -268,7 +279,8 @@ class SAeUronHook(_BlockHook):
     def _edit(self, tokens, batch):
         sae = self.sae
         rows, acts = self._rows(tokens.device, batch)
-        indices, factors, gates = (self._tables[name][rows] for name in ("indices", "factors", "gates"))
+        columns = ("indices", "factors", "gates", "strengths")
+        indices, factors, gates, strengths = (self._tables[name][rows] for name in columns)
         normalised, undo = sae.normalize_input(tokens)
         normalised = normalised.to(sae.dtype)
         # Padding selects latent 0 and can never pass its infinite gate.
@@ -282,11 +294,11 @@ class SAeUronHook(_BlockHook):
         fires = (selected > gates[:, None]) & acts
 
         if not torch.compiler.is_compiling():
-            any_fires, finite = torch.stack([fires.any(), selected.isfinite().all()]).tolist()
+            any_fires, finite, any_acts = torch.stack([fires.any(), selected.isfinite().all(), acts.any()]).tolist()
             if not finite and not self._warned_finite:
                 self._warned_finite = True
                 logger.warning(f"{self.point['module']} gives values that are not finite; SAeUron leaves them alone.")
-            if not any_fires and self.config.error == "exact":
+            if not any_fires and (self.config.error == "exact" or not any_acts):
                 return tokens
 
         if "topk" in sae.config.activation:
@@ -305,7 +317,7 @@ class SAeUronHook(_BlockHook):
             fires = fires & (selected > sae.threshold[indices][:, None])
 
         if self.config.mode == "replace":
-            return self._replace_tokens(tokens, fires.any(-1), undo)
+            return self._replace_tokens(tokens, torch.where(fires, strengths[:, None], 0.0).amax(-1, keepdim=True), undo)
         z = torch.where(fires, selected, torch.zeros_like(selected))
         change = z * (factors[:, None] - 1).to(z.dtype)
         if norms is not None:
@@ -313,13 +325,15 @@ class SAeUronHook(_BlockHook):
         change = change @ decoder
         if sae.config.input_norm != "none":
             change = undo(change) - undo(torch.zeros_like(change))
+        # Half precision is summed in single precision, as the official code does.
+        wide = torch.promote_types(tokens.dtype, torch.float32)
         if self.config.error == "exact":
-            return (tokens.float() + change.float()).to(tokens.dtype)
-        reconstruction = sae.reconstruct(tokens).float()
+            return (tokens.to(wide) + change.to(wide)).to(tokens.dtype)
+        reconstruction = sae.reconstruct(tokens).to(wide)
         if self.config.error == "official":
             # The published code adds `x_hat - x` where `x - x_hat` is meant.
-            reconstruction = reconstruction + (reconstruction - tokens.float())
-        return (reconstruction + change.float()).to(tokens.dtype)
+            reconstruction = reconstruction + (reconstruction - tokens.to(wide))
+        return torch.where(acts, (reconstruction + change.to(wide)).to(tokens.dtype), tokens)
 
     def _largest(self, normalised, indices):
         """Which of the latents `indices` are among a token's k largest, and their values."""
@@ -327,24 +341,28 @@ class SAeUronHook(_BlockHook):
         values = h.gather(-1, indices)
         return values >= h.topk(self.sae.config.k, dim=-1).values[..., -1:], F.relu(values)
 
-    def _replace_tokens(self, tokens, flagged, undo):
-        others = (~flagged)[..., None].to(tokens.dtype)
+    def _replace_tokens(self, tokens, weight, undo):
+        """Moves each token by `weight` `(batch, tokens, 1)` towards the mean of those whose weight is 0."""
+        others = weight == 0
         count = others.sum(1, keepdim=True)
-        mean = (tokens * others).sum(1, keepdim=True) / count.clamp_min(1)
+        mean = tokens.where(others, torch.zeros_like(tokens)).sum(1, keepdim=True) / count.clamp_min(1)
         bias = undo(self.sae.b_dec.expand_as(tokens)).to(tokens.dtype)
-        return torch.where(flagged[..., None], torch.where(count > 0, mean, bias), tokens)
+        replacement = torch.where(count > 0, mean, bias)
+        return torch.where(others, tokens, tokens.lerp(replacement, weight.clamp_max(1).to(tokens.dtype)))
 
 
 def build_tables(config):
     """
-    The edits of a config as tensors, one row per timestep: `timesteps` `(T,)`; `indices`, `factors` (what a latent is multiplied by)
-    and `gates`, all `(T, K)`, padded with latent 0 behind an infinite gate.
+    The edits of a config as tensors, one row per timestep: `timesteps` `(T,)`; `indices`, `factors` (what a latent is multiplied by),
+    `gates` and `strengths`, all `(T, K)`, padded with latent 0 behind an infinite gate.
     """
+    # A concept at strength 0 must not win a latent from another one.
+    edits = [edit for edit in config.edits if config.strengths[edit.name] > 0]
     timesteps = sorted({t for edit in config.edits for t in edit.timesteps.tolist()}, reverse=True)
     rows = []
     for timestep in timesteps:
         chosen = {}
-        for edit in config.edits:
+        for edit in edits:
             count = edit.count(config.num_features, config.percentile)
             multiplier = edit.multiplier if config.multiplier is None else config.multiplier
             row = (edit.timesteps - timestep).abs().argmin()
@@ -355,7 +373,8 @@ def build_tables(config):
             for index, scale, gate in zip(edit.indices[row].tolist(), scales, edit.gate[row].tolist()):
                 if index < 0:
                     continue
-                entry = scale, 1 + config.strengths[edit.name] * (scale - 1), gate
+                strength = config.strengths[edit.name]
+                entry = scale, 1 + strength * (scale - 1), gate, strength
                 if index in chosen:
                     logger.info(f"Two concepts select latent {index} at timestep {timestep:g}; the stronger edit is kept.")
                     entry = max(entry, chosen[index], key=lambda e: abs(e[0]))
@@ -364,15 +383,18 @@ def build_tables(config):
     width = max(1, max(len(row) for row in rows))
     shape = (len(rows), width)
     indices, factors, gates = torch.zeros(shape, dtype=torch.long), torch.ones(shape), torch.full(shape, float("inf"))
+    strengths = torch.zeros(shape)
     for r, row in enumerate(rows):
-        for column, (index, (_, factor, gate)) in enumerate(row.items()):
+        for column, (index, (_, factor, gate, strength)) in enumerate(row.items()):
             indices[r, column], factors[r, column], gates[r, column] = index, factor, gate
+            strengths[r, column] = strength
     return {
         "timesteps": torch.tensor(timesteps, dtype=torch.float32),
         "num_train_timesteps": torch.tensor(float(config.edits[0].num_train_timesteps)),
         "indices": indices,
         "factors": factors,
         "gates": gates,
+        "strengths": strengths,
     }
 
 
@@ -394,6 +416,11 @@ def find_block(module, point):
     return names[path]
 
 
+def unwrap_module(module):
+    """The module inside the wrapper of `torch.compile`, which runs the hooks that are on it."""
+    return getattr(module, "_orig_mod", module)
+
+
 def _registry(module):
     return HookRegistry.check_if_exists_or_initialize(module)
 
@@ -412,9 +439,13 @@ def _remove_hook(module, name):
         outer.original_forward, outer.forward = outer.forward, forward
 
 
+def _hooks(module):
+    return getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+
+
 def applied_names(module):
     """Names under which SAeUron is applied to a denoiser."""
-    hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+    hooks = _hooks(unwrap_module(module))
     return [name.removesuffix(_TIMESTEP_SUFFIX) for name, hook in hooks.items() if isinstance(hook, SAeUronTimestepHook)]
 
 
@@ -422,6 +453,8 @@ def _attach(module, point, name, make_hook):
     block = find_block(module, point)
     if name in applied_names(module):
         raise ValueError(f"{name!r} is already applied to this {type(module).__name__}; remove it first or choose another name.")
+    if name in _hooks(block):
+        raise ValueError(f"Another hook of {(point or {}).get('module') or 'the module'} is called {name!r}; choose another name.")
     clock = _Clock()
     # Made first: whatever it refuses, nothing is attached yet.
     hook = make_hook(clock)
@@ -473,8 +506,9 @@ def apply_saeuron(module, sae, config, name="saeuron"):
             )
         if int(edit.indices.max()) >= sae.num_latents:
             raise ValueError(f"The edit {edit.name!r} selects latent {int(edit.indices.max())} of {sae.num_latents}.")
-    point = validate_hook(sae.config.hook or {})
-    channels = getattr(find_block(module, point), "out_channels", None)
+    module, point = unwrap_module(module), validate_hook(sae.config.hook or {})
+    side = "in_channels" if point["signal"] == "input" else "out_channels"
+    channels = getattr(find_block(module, point), side, None)
     if isinstance(channels, int) and point["layout"] == "nchw" and channels != sae.config.d_in:
         raise ValueError(
             f"The autoencoder has {sae.config.d_in} channels but {point['module']} gives {channels}. It was made for another "
@@ -507,14 +541,14 @@ def remove_saeuron(module, name=None):
     Raises:
         ValueError: when nothing of that name is applied.
     """
+    module = unwrap_module(module)
     names = applied_names(module)
     if name is not None and name not in names:
         raise ValueError(f"{name!r} is not applied to this {type(module).__name__}; applied are {names or 'none'}.")
     for applied in names if name is None else [name]:
         _remove_hook(module, applied + _TIMESTEP_SUFFIX)
         for block in module.modules():
-            hooks = getattr(getattr(block, "_diffusers_hook", None), "hooks", {})
-            if isinstance(hooks.get(applied), _BlockHook):
+            if isinstance(_hooks(block).get(applied), _BlockHook):
                 _remove_hook(block, applied)
 
 
@@ -536,7 +570,7 @@ def record_activations(module, point, callback, name="saeuron_recorder"):
     Raises:
         ValueError: when the module does not exist.
     """
-    point = validate_hook(point)
+    point, module = validate_hook(point), unwrap_module(module)
     _attach(module, point, name, lambda clock: SAeUronRecorderHook(point, clock, callback))
     try:
         yield

@@ -12,7 +12,9 @@ from diffusers_ext.methods.saeuron.concepts_saeuron import features_of_percentil
 @pytest.fixture
 def statistics(golden):
     fixture = golden("saeuron", "feature_scores")
-    statistics = ConceptStatistics(torch.arange(fixture.info["T"], 0, -1), 64, sae="abc", metadata={"base_model": "tiny"})
+    statistics = ConceptStatistics(
+        torch.arange(fixture.info["T"], 0, -1), 64, sae="abc", metadata={"base_model": "tiny"}
+    )
     for concept in fixture.info["concepts"]:
         statistics.update(concept, fixture[f"latents.{concept}"])
     return statistics
@@ -113,6 +115,11 @@ class TestStatistics:
     def test_percentiles_of_the_paper(self):
         assert [features_of_percentile(p, 20480) for p in (99.999, 99.995, 99.99, 99.9)] == [1, 2, 3, 21]
 
+    def test_edits_of_a_model_whose_time_ends_at_one(self):
+        statistics = ConceptStatistics([1.0, 0.5], 4, metadata={"num_train_timesteps": 1})
+        statistics.update("a", torch.rand(1, 2, 4, generator=torch.Generator().manual_seed(0)))
+        assert statistics.edit("a", num_features=1).num_train_timesteps == 1
+
     def test_prompt_seeds_differ_by_concept_and_number(self):
         assert len({prompt_seed(s, c, n) for s in (0, 1) for c in ("cat", "dog") for n in range(10)}) == 40
 
@@ -210,6 +217,37 @@ class TestBadInput:
         (tmp_path / "concepts.json").write_text(json.dumps({**description, "version": 9}))
         with pytest.raises(ValueError, match="has version 9"):
             ConceptEdits.from_pretrained(tmp_path)
+
+    def test_entries_of_a_description_that_are_unknown(self, edit, tmp_path):
+        ConceptEdits([edit]).save_pretrained(tmp_path)
+        description = json.loads((tmp_path / "concepts.json").read_text())
+        description["concepts"][0]["gamma"] = 2
+        (tmp_path / "concepts.json").write_text(json.dumps(description))
+        with pytest.raises(ValueError, match=r"unknown entries \['gamma'\]"):
+            ConceptEdits.from_pretrained(tmp_path)
+
+    def test_description_that_is_not_json_or_of_another_kind(self, statistics, edit, tmp_path):
+        ConceptEdits([edit]).save_pretrained(tmp_path)
+        (tmp_path / "concepts.json").write_text("{")
+        with pytest.raises(ValueError, match="is not JSON"):
+            ConceptEdits.from_pretrained(tmp_path)
+        (tmp_path / "concepts.json").write_text('{"format": "other"}')
+        with pytest.raises(ValueError, match="is not of the format 'saeuron-concepts'"):
+            ConceptEdits.from_pretrained(tmp_path)
+
+    def test_statistics_whose_files_do_not_belong_together(self, statistics, tmp_path):
+        statistics.save_pretrained(tmp_path)
+        path = tmp_path / "concept_statistics.safetensors"
+        tensors = load_file(path)
+        save_file({**tensors, "mean": tensors["mean"][:1].clone()}, path)
+        with pytest.raises(ValueError, match="does not hold what concept_statistics.json describes"):
+            ConceptStatistics.from_pretrained(tmp_path)
+
+    def test_latents_beyond_half_precision(self):
+        statistics = ConceptStatistics([1], 4)
+        with pytest.raises(ValueError, match="not finite in half precision"):
+            statistics.update("a", torch.full((1, 1, 4), 1e5))
+        assert not statistics.names
 
     def test_folder_without_edits(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="lacks concepts.safetensors"):

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -92,13 +92,20 @@ class ConceptEdit:
 
     def __post_init__(self):
         shape = self.indices.shape
-        if len(shape) != 2 or self.timesteps.shape != shape[:1] or self.mean.shape != shape or self.gate.shape != shape:
+        if (
+            len(shape) != 2
+            or self.timesteps.shape != shape[:1]
+            or self.mean.shape != shape
+            or self.gate.shape != shape
+        ):
             raise ValueError(
                 f"The edit {self.name!r} has shapes timesteps {tuple(self.timesteps.shape)}, indices {tuple(shape)}, mean "
                 f"{tuple(self.mean.shape)}, gate {tuple(self.gate.shape)}; expected (T,) and three times (T, K)."
             )
         if not shape[0] or not (self.indices >= 0).any():
-            raise ValueError(f"The edit {self.name!r} selects no latent. Lower the percentile or raise the number of features.")
+            raise ValueError(
+                f"The edit {self.name!r} selects no latent. Lower the percentile or raise the number of features."
+            )
         if not all(torch.isfinite(t.float()).all() for t in (self.timesteps, self.mean, self.gate)):
             raise ValueError(f"The edit {self.name!r} has values that are not finite.")
         if not math.isfinite(self.multiplier):
@@ -164,7 +171,12 @@ class ConceptEdits(Mapping):
         for number, edit in enumerate(self._edits.values()):
             for key in _EDIT_TENSORS:
                 tensors[f"{number}.{key}"] = getattr(edit, key).cpu().contiguous().clone()
-            record = {"name": edit.name, "multiplier": edit.multiplier, "num_features": edit.num_features, "sae": edit.sae}
+            record = {
+                "name": edit.name,
+                "multiplier": edit.multiplier,
+                "num_features": edit.num_features,
+                "sae": edit.sae,
+            }
             record |= {"num_latents": edit.num_latents, "num_train_timesteps": edit.num_train_timesteps}
             records.append({**record, "metadata": edit.metadata})
 
@@ -187,7 +199,13 @@ class ConceptEdits(Mapping):
         folder = _local_folder(pretrained_model_name_or_path, subfolder, EDITS_FILES, hub_options)
         tensors, description = _read_pair(folder, EDITS_FILES, "saeuron-concepts")
         edits = []
-        for number, record in enumerate(description["concepts"]):
+        known = {entry.name for entry in fields(ConceptEdit)} - set(_EDIT_TENSORS)
+        for number, record in enumerate(description.get("concepts", ())):
+            unknown = sorted(set(record) - known)
+            if unknown or "name" not in record:
+                raise ValueError(
+                    f"Concept {number} in {folder / EDITS_FILES[1]} has no name or the unknown entries {unknown}."
+                )
             missing = [key for key in _EDIT_TENSORS if f"{number}.{key}" not in tensors]
             if missing:
                 raise ValueError(f"{folder / EDITS_FILES[0]} lacks {missing} of the concept {record['name']!r}.")
@@ -249,10 +267,13 @@ class ConceptStatistics:
         """
         expected = (len(self.timesteps), self.num_latents)
         if latents.ndim != 3 or latents.shape[1:] != expected:
-            raise ValueError(f"`latents` has to have shape (prompts, {expected[0]}, {expected[1]}) but has {tuple(latents.shape)}.")
+            raise ValueError(
+                f"`latents` has to have shape (prompts, {expected[0]}, {expected[1]}) but has {tuple(latents.shape)}."
+            )
+        latents = latents.detach().cpu().half().float()
         if not torch.isfinite(latents).all():
-            raise ValueError(f"Latents of {concept!r} are not finite.")
-        total = latents.detach().cpu().half().float().sum(0)
+            raise ValueError(f"Latents of {concept!r} are not finite in half precision.")
+        total = latents.sum(0)
         self.sums[concept] = self.sums[concept] + total if concept in self.sums else total
         self.counts[concept] = self.counts.get(concept, 0) + len(latents)
 
@@ -273,7 +294,9 @@ class ConceptStatistics:
         """Mean over the prompts of a concept, `(T, num_latents)`; an unknown one raises [`UnknownConceptError`]."""
         if concept not in self.sums:
             close = difflib.get_close_matches(str(concept), self.sums, n=3, cutoff=0.5) or sorted(self.sums)
-            raise UnknownConceptError(f"There are no statistics of {concept!r}. There are: {', '.join(close) or 'none'}.")
+            raise UnknownConceptError(
+                f"There are no statistics of {concept!r}. There are: {', '.join(close) or 'none'}."
+            )
         return self.sums[concept] / self.counts[concept]
 
     def scores(self, concept):
@@ -334,6 +357,7 @@ class ConceptStatistics:
             gate=gate.masked_fill(padding, 0),
             multiplier=float(multiplier),
             num_latents=self.num_latents,
+            num_train_timesteps=self.metadata.get("num_train_timesteps", 1000),
             sae=self.sae,
             metadata={**self.metadata, "num_prompts": self.counts[concept]},
         )
@@ -357,6 +381,8 @@ class ConceptStatistics:
         """Loads statistics that `save_pretrained` wrote, from a folder or Hub repository."""
         folder = _local_folder(pretrained_model_name_or_path, subfolder, STATISTICS_FILES, hub_options)
         tensors, description = _read_pair(folder, STATISTICS_FILES, "saeuron-statistics")
+        if set(tensors) != {"timesteps", "mean"} or len(tensors["mean"]) != len(description["names"]):
+            raise ValueError(f"{folder / STATISTICS_FILES[0]} does not hold what {STATISTICS_FILES[1]} describes.")
         mean = tensors["mean"].float()
         statistics = cls(tensors["timesteps"], mean.shape[-1], description["sae"], description["metadata"])
         for name, row, count in zip(description["names"], mean, description["num_prompts"], strict=True):
@@ -384,7 +410,9 @@ def _read_pair(folder, files, kind):
     if not isinstance(description, dict) or description.get("format") != kind:
         raise ValueError(f"{folder / files[1]} is not of the format {kind!r}.")
     if description.get("version") != 1:
-        raise ValueError(f"{folder / files[1]} has version {description.get('version')}; this release reads version 1. Update it.")
+        raise ValueError(
+            f"{folder / files[1]} has version {description.get('version')}; this release reads version 1. Update it."
+        )
     try:
         with safe_open(folder / files[0], framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, description
@@ -426,26 +454,44 @@ def collect_statistics(
         [`ConceptStatistics`]
 
     Raises:
-        ValueError: on an empty dictionary, a concept without prompts, or activations that are not finite.
+        ValueError: on an empty dictionary, a concept without prompts, an autoencoder that does not fit the block, a pipeline that
+            batches otherwise than unconditional and conditional half, or activations that are not finite.
     """
     # Hooks import the edits of this module.
     from .hooks_saeuron import record_activations
 
     empty = [name for name, texts in prompts.items() if not texts]
     if not prompts or empty:
-        raise ValueError(f"`prompts` has to name concepts with prompts; {f'without any: {empty}' if empty else 'it is empty'}.")
+        raise ValueError(
+            f"`prompts` has to name concepts with prompts; {f'without any: {empty}' if empty else 'it is empty'}."
+        )
+    point = sae.config.hook or {}
+    if not point.get("module"):
+        raise ValueError("The autoencoder does not say which block it belongs to: set `module` in its `hook`.")
     denoiser = denoiser if denoiser is not None else getattr(pipe, "unet", None) or pipe.transformer
     statistics, collected = None, {}
 
     def collect(tokens, timestep):
         timestep = float(torch.as_tensor(timestep).reshape(-1)[0])
+        # A second-order scheduler calls the denoiser twice at one timestep. So do pipelines that do not batch guidance, and those
+        # make the conditional call first.
+        if timestep in collected:
+            return
+        if tokens.shape[-1] != sae.config.d_in:
+            raise ValueError(
+                f"The autoencoder has {sae.config.d_in} channels but {point['module']} gives {tokens.shape[-1]}. It was made for "
+                f"another model or block."
+            )
+        if len(tokens) not in (count, 2 * count):
+            raise ValueError(
+                f"The denoiser's batch has to be once or twice the number of prompts, {count}, but is {len(tokens)}. Use one picture "
+                f"per prompt and plain classifier-free guidance."
+            )
         # Guidance doubles the batch, unconditional half first.
-        latents = sae.encode(tokens[-count:]).float().mean(1)
-        # A second-order scheduler calls the denoiser twice at one timestep; the later call sees the better estimate.
-        collected[timestep] = latents.cpu()
+        collected[timestep] = sae.encode(tokens[-count:]).float().mean(1).cpu()
 
     total = sum(-(-len(texts) // batch_size) for texts in prompts.values())
-    with record_activations(denoiser, sae.config.hook, collect), pipe.progress_bar(total=total) as bar:
+    with record_activations(denoiser, point, collect), pipe.progress_bar(total=total) as bar:
         # The bar counts batches; the pipeline's own bars would print one line each.
         bar_config = dict(getattr(pipe, "_progress_bar_config", {}))
         pipe.set_progress_bar_config(**{**bar_config, "disable": True})
@@ -470,7 +516,11 @@ def collect_statistics(
                     if statistics is None:
                         metadata = {
                             "base_model": str(getattr(pipe, "name_or_path", "")),
-                            "module": sae.config.hook["module"],
+                            "module": point["module"],
+                            # FLUX and its kin hand their denoiser the time in [0, 1].
+                            "num_train_timesteps": pipe.scheduler.config.num_train_timesteps
+                            if timesteps[0] > 1
+                            else 1,
                             "num_inference_steps": num_inference_steps,
                             "guidance_scale": guidance_scale,
                             "seed": seed,

@@ -36,7 +36,10 @@ def lab_pipeline():
 
 
 def lab_sae(seed=0, point=None, **config):
-    """A random autoencoder for a block of the lab's UNet, with latents that fire about as often as those of a trained one."""
+    """
+    A random autoencoder for a block of the lab's UNet, with latents that fire about as often as those of a trained
+    one.
+    """
     torch.manual_seed(seed)
     point = {**POINT, **(point or {})}
     d_in = dict(_pipeline().unet.named_modules())[point["module"]].out_channels

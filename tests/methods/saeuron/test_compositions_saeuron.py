@@ -292,7 +292,9 @@ class TestNeighbours:
 
 
 class TestCompile:
-    """Counted by a backend that keeps every graph it is given: a second graph would be a recompilation, a break raises."""
+    """
+    Counted by a backend that keeps every graph it is given: a second graph would be a recompilation, a break raises.
+    """
 
     @pytest.fixture(autouse=True)
     def _fresh(self):

@@ -25,7 +25,8 @@ def project_onto_simplex(x):
     """
     ordered = x.sort(dim=-1, descending=True).values
     counts = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=x.dtype)
-    # With m entries above zero, each is lowered by (their sum - 1) / m; the last m for which all m stay positive is the right one.
+    # With m entries above zero, each is lowered by (their sum - 1) / m; the last m for which all m stay positive is
+    # the right one.
     shifts = (ordered.cumsum(-1) - 1) / counts
     support = (ordered > shifts).sum(-1, keepdim=True).clamp_min(1)
     return (x - shifts.gather(-1, support - 1)).clamp(0, 1)
@@ -62,8 +63,8 @@ def adversarial_slots(num_prompt_tokens, num_tokens, length, position="prefix"):
         raise ValueError(f"`position` has to be one of {', '.join(POSITIONS)} but is {position!r}.")
     if num_tokens < 1 or num_prompt_tokens + num_tokens + 2 > length:
         raise ValueError(
-            f"{num_tokens} adversarial and {num_prompt_tokens} prompt tokens do not fit into {length} with start and end token; "
-            f"there has to be at least one adversarial token."
+            f"{num_tokens} adversarial and {num_prompt_tokens} prompt tokens do not fit into {length} with start and "
+            f"end token; there has to be at least one adversarial token."
         )
     start = 1 + {"prefix": 0, "suffix": num_prompt_tokens, "middle": num_prompt_tokens // 2}[position]
     return slice(start, start + num_tokens)
@@ -114,11 +115,13 @@ def attack_prompt(
     generator=None,
 ):
     """
-    Searches tokens that make an unlearned model predict the noise of an image that shows the concept, and yields one candidate per timestep.
+    Searches tokens that make an unlearned model predict the noise of an image that shows the concept, and yields one
+    candidate per timestep.
 
-    The attack of [UnlearnDiffAtk](https://huggingface.co/papers/2310.11868) as SAeUron's evaluation sets it. There the hook ran without
-    gradients and with the tables of the wrong timesteps, which weakens the attack. Here gradients pass through the intervention and its
-    rows follow the timestep, so that the figures are those of an attacker who knows the defence.
+    The attack of [UnlearnDiffAtk](https://huggingface.co/papers/2310.11868) as SAeUron's evaluation sets it. There the
+    hook ran without gradients and with the tables of the wrong timesteps, which weakens the attack. Here gradients
+    pass through the intervention and its rows follow the timestep, so that the figures are those of an attacker who
+    knows the defence.
 
     Args:
         pipe (`StableDiffusionPipeline`):

@@ -99,8 +99,8 @@ class ConceptEdit:
             or self.gate.shape != shape
         ):
             raise ValueError(
-                f"The edit {self.name!r} has shapes timesteps {tuple(self.timesteps.shape)}, indices {tuple(shape)}, mean "
-                f"{tuple(self.mean.shape)}, gate {tuple(self.gate.shape)}; expected (T,) and three times (T, K)."
+                f"The edit {self.name!r} has shapes timesteps {tuple(self.timesteps.shape)}, indices {tuple(shape)}, "
+                f"mean {tuple(self.mean.shape)}, gate {tuple(self.gate.shape)}; expected (T,) and three times (T, K)."
             )
         if not shape[0] or not (self.indices >= 0).any():
             raise ValueError(
@@ -127,8 +127,8 @@ class ConceptEdit:
             num_features = available if self.num_features is None else self.num_features
         if not 1 <= num_features <= available:
             raise ValueError(
-                f"The edit {self.name!r} holds {available} latents per timestep but {num_features} were asked for. Make it anew from "
-                f"the concept statistics with more."
+                f"The edit {self.name!r} holds {available} latents per timestep but {num_features} were asked for. "
+                f"Make it anew from the concept statistics with more."
             )
         return num_features
 
@@ -259,8 +259,8 @@ class ConceptStatistics:
             concept (`str`):
                 Its name.
             latents (`torch.Tensor` of shape `(prompts, T, num_latents)`):
-                Dense latents averaged over the tokens of a prompt. They are rounded to half precision first, as the official files
-                store them, so that both give the same selection.
+                Dense latents averaged over the tokens of a prompt. They are rounded to half precision first, as the
+                official files store them, so that both give the same selection.
 
         Raises:
             ValueError: on another shape or values that are not finite.
@@ -304,8 +304,8 @@ class ConceptStatistics:
         How much more of a concept's activity a latent has than of the other concepts' activity.
 
         Returns:
-            `torch.Tensor` of shape `(T, num_latents)`: share of the concept minus share of the others, prompts weighted equally;
-            the plain mean if there is only one concept.
+            `torch.Tensor` of shape `(T, num_latents)`: share of the concept minus share of the others, prompts
+            weighted equally; the plain mean if there is only one concept.
         """
         own = self.mean(concept)
         others = [name for name in self.sums if name != concept]
@@ -329,7 +329,8 @@ class ConceptStatistics:
                 gamma in the paper.
 
         Raises:
-            ValueError: when neither or both of `num_features` and `percentile` are given, out of range, or select nothing.
+            ValueError: when neither or both of `num_features` and `percentile` are given, out of range, or select
+            nothing.
         """
         if (num_features is None) == (percentile is None):
             raise ValueError("Pass either `num_features` or `percentile`.")
@@ -421,7 +422,9 @@ def _read_pair(folder, files, kind):
 
 
 def prompt_seed(seed, concept, number):
-    """Seed of a concept's prompt: the same whatever the batch size, the order of concepts or the number of processes."""
+    """
+    Seed of a concept's prompt: the same whatever the batch size, the order of concepts or the number of processes.
+    """
     return int.from_bytes(hashlib.sha256(f"{seed}/{concept}/{number}".encode()).digest()[:6], "big")
 
 
@@ -430,7 +433,8 @@ def collect_statistics(
     pipe, sae, prompts, num_inference_steps=50, guidance_scale=7.5, seed=0, batch_size=8, denoiser=None, **kwargs
 ):
     """
-    Runs a pipeline on prompts of several concepts and averages the latents of the conditional half (paper, section 4.2).
+    Runs a pipeline on prompts of several concepts and averages the latents of the conditional half (paper, section
+    4.2).
 
     Args:
         pipe (`DiffusionPipeline`):
@@ -454,8 +458,9 @@ def collect_statistics(
         [`ConceptStatistics`]
 
     Raises:
-        ValueError: on an empty dictionary, a concept without prompts, an autoencoder that does not fit the block, a pipeline that
-            batches otherwise than unconditional and conditional half, or activations that are not finite.
+        ValueError: on an empty dictionary, a concept without prompts, an autoencoder that does not fit the block, a
+            pipeline that batches otherwise than in an unconditional and a conditional half, or activations that are
+            not finite.
     """
     # Hooks import the edits of this module.
     from .hooks_saeuron import record_activations
@@ -473,19 +478,19 @@ def collect_statistics(
 
     def collect(tokens, timestep):
         timestep = float(torch.as_tensor(timestep).reshape(-1)[0])
-        # A second-order scheduler calls the denoiser twice at one timestep. So do pipelines that do not batch guidance, and those
-        # make the conditional call first.
+        # A second-order scheduler calls the denoiser twice at one timestep. So do pipelines that do not batch
+        # guidance, and those make the conditional call first.
         if timestep in collected:
             return
         if tokens.shape[-1] != sae.config.d_in:
             raise ValueError(
-                f"The autoencoder has {sae.config.d_in} channels but {point['module']} gives {tokens.shape[-1]}. It was made for "
-                f"another model or block."
+                f"The autoencoder has {sae.config.d_in} channels but {point['module']} gives {tokens.shape[-1]}. It "
+                f"was made for another model or block."
             )
         if len(tokens) not in (count, 2 * count):
             raise ValueError(
-                f"The denoiser's batch has to be once or twice the number of prompts, {count}, but is {len(tokens)}. Use one picture "
-                f"per prompt and plain classifier-free guidance."
+                f"The denoiser's batch has to be once or twice the number of prompts, {count}, but is {len(tokens)}. "
+                f"Use one picture per prompt and plain classifier-free guidance."
             )
         # Guidance doubles the batch, unconditional half first.
         collected[timestep] = sae.encode(tokens[-count:]).float().mean(1).cpu()

@@ -33,7 +33,8 @@ class SAeUronConfig:
         edits (`list[ConceptEdit]`):
             One per concept. Where two select the same latent, the larger `|multiplier * mean|` wins.
         strength (`float` or `dict[str, float]`, *optional*, defaults to 1.0):
-            0 changes nothing, 1 is the method as published, for all concepts or by name. In between, latents move part of the way.
+            0 changes nothing, 1 is the method as published, for all concepts or by name. In between, latents move part
+            of the way.
         multiplier (`float`, *optional*):
             Replaces the edits' own multipliers (gamma in the paper). More negative removes more and damages more.
         num_features (`int`, *optional*):
@@ -41,15 +42,16 @@ class SAeUronConfig:
         percentile (`float`, *optional*):
             The same, as the paper counts: in (0, 100), the share of latents whose score lies below.
         mode (`str`, *optional*, defaults to `"scale"`):
-            `"scale"` multiplies the selected latents. `"replace"` takes them as a detector: a token in which one of them fires is
-            replaced by the mean of the sample's other tokens (by `b_dec` if there is none); a strength below 1 moves it part of
-            the way, `multiplier` and `error` have no say.
+            `"scale"` multiplies the selected latents. `"replace"` takes them as a detector: a token in which one of
+            them fires is replaced by the mean of the sample's other tokens (by `b_dec` if there is none); a strength
+            below 1 moves it part of the way, `multiplier` and `error` have no say.
         error (`str`, *optional*, defaults to `"exact"`):
-            `"exact"` keeps what the autoencoder does not reconstruct. `"official"` adds that error with the wrong sign, as the
-            published code does, to reproduce its figures. `"none"` leaves it out.
+            `"exact"` keeps what the autoencoder does not reconstruct. `"official"` adds that error with the wrong
+            sign, as the published code does, to reproduce its figures. `"none"` leaves it out.
         apply_to (`str`, *optional*, defaults to `"both"`):
-            Under classifier-free guidance: both halves of the batch, only the conditional or only the unconditional one. The halves
-            are told apart by position, unconditional first, so anything but `"both"` needs guidance to be on.
+            Under classifier-free guidance: both halves of the batch, only the conditional or only the unconditional
+            one. The halves are told apart by position, unconditional first, so anything but `"both"` needs guidance to
+            be on.
         start, end (`float`, *optional*, defaults to 0.0 and 1.0):
             Part of the diffusion time in which the edit acts: 0 is pure noise, 1 the finished picture.
 
@@ -83,7 +85,9 @@ class SAeUronConfig:
         if self.num_features is not None and self.percentile is not None:
             raise ValueError("Pass either `num_features` or `percentile`, not both.")
         if not 0.0 <= self.start <= self.end <= 1.0:
-            raise ValueError(f"`start` and `end` have to satisfy 0 <= start <= end <= 1 but are {self.start} and {self.end}.")
+            raise ValueError(
+                f"`start` and `end` have to satisfy 0 <= start <= end <= 1 but are {self.start} and {self.end}."
+            )
         names = [edit.name for edit in self.edits]
         strengths = self.strength if isinstance(self.strength, dict) else dict.fromkeys(names, self.strength)
         unknown = sorted(set(strengths) - set(names))
@@ -219,7 +223,8 @@ class SAeUronHook(_BlockHook):
     Scales selected latents of a block's tokens (paper, section 4.3): `y = X + (z' - z) W_dec` with
     `z'_i = multiplier * mean_i * z_i` where latent `i` is selected for the timestep and `z_i > gate_i`.
 
-    Stateless: the rows to use follow from the timestep alone, so pipelines may be called again, with other steps and schedulers.
+    Stateless: the rows to use follow from the timestep alone, so pipelines may be called again, with other steps and
+    schedulers.
     """
 
     def __init__(self, sae, config, clock):
@@ -233,8 +238,8 @@ class SAeUronHook(_BlockHook):
             return tokens
         if tokens.shape[-1] != self.sae.config.d_in:
             raise ValueError(
-                f"The autoencoder has {self.sae.config.d_in} channels but {self.point['module']} gives {tokens.shape[-1]}. It was "
-                f"made for another model or block."
+                f"The autoencoder has {self.sae.config.d_in} channels but {self.point['module']} gives "
+                f"{tokens.shape[-1]}. It was made for another model or block."
             )
         if self.sae.device != tokens.device:
             self.sae.to(tokens.device)
@@ -244,8 +249,8 @@ class SAeUronHook(_BlockHook):
             return self._edit(tokens, slice(None))
         if tokens.shape[0] % 2:
             raise ValueError(
-                f"`apply_to={self.config.apply_to!r}` needs classifier-free guidance, both halves in one batch, but the batch has "
-                f"{tokens.shape[0]} entries. Use `apply_to='both'` or turn guidance on."
+                f"`apply_to={self.config.apply_to!r}` needs classifier-free guidance, both halves in one batch, but "
+                f"the batch has {tokens.shape[0]} entries. Use `apply_to='both'` or turn guidance on."
             )
         half = tokens.shape[0] // 2
         cond = self.config.apply_to == "cond"
@@ -256,7 +261,10 @@ class SAeUronHook(_BlockHook):
         return torch.cat([tokens[:half], edited] if cond else [edited, tokens[half:]])
 
     def _rows(self, device, batch):
-        """Row of the tables for each sample, `(1,)` where all share a timestep, and whether the edit acts then, `(rows, 1, 1)`."""
+        """
+        Row of the tables for each sample, `(1,)` where all share a timestep, and whether the edit acts then, `(rows,
+        1, 1)`.
+        """
         timestep = self.clock.timestep
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.tensor(float(timestep))
@@ -269,8 +277,8 @@ class SAeUronHook(_BlockHook):
             if ((timestep < low - spacing) | (timestep > high + spacing)).any():
                 self._warned_range = True
                 logger.warning(
-                    f"The timestep {timestep[0].item():g} lies outside those of the edit ({low.item():g} to {high.item():g}); the "
-                    f"nearest is used. Was it made for another kind of scheduler?"
+                    f"The timestep {timestep[0].item():g} lies outside those of the edit ({low.item():g} to "
+                    f"{high.item():g}); the nearest is used. Was it made for another kind of scheduler?"
                 )
         progress = 1 - timestep / self._tables["num_train_timesteps"]
         acts = (progress >= self.config.start) & (progress <= self.config.end)
@@ -302,8 +310,8 @@ class SAeUronHook(_BlockHook):
                 return tokens
 
         if "topk" in sae.config.activation:
-            # Whether a selected latent is among a token's k largest depends on all others, so firing tokens are encoded in full.
-            # Compiled, all are: shapes that depend on data would break the graph.
+            # Whether a selected latent is among a token's k largest depends on all others, so firing tokens are
+            # encoded in full. Compiled, all are: shapes that depend on data would break the graph.
             indices = indices.expand(tokens.shape[0], -1)
             if torch.compiler.is_compiling():
                 largest, values = self._largest(normalised, indices[:, None].expand(-1, tokens.shape[1], -1))
@@ -317,7 +325,9 @@ class SAeUronHook(_BlockHook):
             fires = fires & (selected > sae.threshold[indices][:, None])
 
         if self.config.mode == "replace":
-            return self._replace_tokens(tokens, torch.where(fires, strengths[:, None], 0.0).amax(-1, keepdim=True), undo)
+            return self._replace_tokens(
+                tokens, torch.where(fires, strengths[:, None], 0.0).amax(-1, keepdim=True), undo
+            )
         z = torch.where(fires, selected, torch.zeros_like(selected))
         change = z * (factors[:, None] - 1).to(z.dtype)
         if norms is not None:
@@ -353,8 +363,8 @@ class SAeUronHook(_BlockHook):
 
 def build_tables(config):
     """
-    The edits of a config as tensors, one row per timestep: `timesteps` `(T,)`; `indices`, `factors` (what a latent is multiplied by),
-    `gates` and `strengths`, all `(T, K)`, padded with latent 0 behind an infinite gate.
+    The edits of a config as tensors, one row per timestep: `timesteps` `(T,)`; `indices`, `factors` (what a latent is
+    multiplied by), `gates` and `strengths`, all `(T, K)`, padded with latent 0 behind an infinite gate.
     """
     # A concept at strength 0 must not win a latent from another one.
     edits = [edit for edit in config.edits if config.strengths[edit.name] > 0]
@@ -376,7 +386,9 @@ def build_tables(config):
                 strength = config.strengths[edit.name]
                 entry = scale, 1 + strength * (scale - 1), gate, strength
                 if index in chosen:
-                    logger.info(f"Two concepts select latent {index} at timestep {timestep:g}; the stronger edit is kept.")
+                    logger.info(
+                        f"Two concepts select latent {index} at timestep {timestep:g}; the stronger edit is kept."
+                    )
                     entry = max(entry, chosen[index], key=lambda e: abs(e[0]))
                 chosen[index] = entry
         rows.append(chosen)
@@ -427,8 +439,8 @@ def _registry(module):
 
 def _remove_hook(module, name):
     """
-    Removes a hook and keeps the one around it working: `HookRegistry.remove_hook` overwrites the forward of a hook that replaces the
-    forward (`new_forward`) instead of what it calls inside.
+    Removes a hook and keeps the one around it working: `HookRegistry.remove_hook` overwrites the forward of a hook
+    that replaces the forward (`new_forward`) instead of what it calls inside.
     """
     registry = _registry(module)
     following = registry._hook_order.index(name) + 1
@@ -446,15 +458,21 @@ def _hooks(module):
 def applied_names(module):
     """Names under which SAeUron is applied to a denoiser."""
     hooks = _hooks(unwrap_module(module))
-    return [name.removesuffix(_TIMESTEP_SUFFIX) for name, hook in hooks.items() if isinstance(hook, SAeUronTimestepHook)]
+    return [
+        name.removesuffix(_TIMESTEP_SUFFIX) for name, hook in hooks.items() if isinstance(hook, SAeUronTimestepHook)
+    ]
 
 
 def _attach(module, point, name, make_hook):
     block = find_block(module, point)
     if name in applied_names(module):
-        raise ValueError(f"{name!r} is already applied to this {type(module).__name__}; remove it first or choose another name.")
+        raise ValueError(
+            f"{name!r} is already applied to this {type(module).__name__}; remove it first or choose another name."
+        )
     if name in _hooks(block):
-        raise ValueError(f"Another hook of {(point or {}).get('module') or 'the module'} is called {name!r}; choose another name.")
+        raise ValueError(
+            f"Another hook of {(point or {}).get('module') or 'the module'} is called {name!r}; choose another name."
+        )
     clock = _Clock()
     # Made first: whatever it refuses, nothing is attached yet.
     hook = make_hook(clock)
@@ -466,8 +484,9 @@ def apply_saeuron(module, sae, config, name="saeuron"):
     r"""
     Lets a denoiser unlearn concepts: hooks the block that the autoencoder was trained on. No weight changes.
 
-    [SAeUron](https://huggingface.co/papers/2501.18052), section 4.3. Several autoencoders may be applied under different names, on
-    different blocks or the same one, in the order of the calls. LoRAs, img2img, offloading and compilation go on working.
+    [SAeUron](https://huggingface.co/papers/2501.18052), section 4.3. Several autoencoders may be applied under
+    different names, on different blocks or the same one, in the order of the calls. LoRAs, img2img, offloading and
+    compilation go on working.
 
     Args:
         module (`torch.nn.Module`):
@@ -480,7 +499,8 @@ def apply_saeuron(module, sae, config, name="saeuron"):
             Name to remove it by.
 
     Raises:
-        ValueError: when the name is taken, the block does not exist or has other channels, or an edit belongs to another autoencoder.
+        ValueError: when the name is taken, the block does not exist or has other channels, or an edit belongs to
+        another autoencoder.
 
     Example:
 
@@ -501,8 +521,8 @@ def apply_saeuron(module, sae, config, name="saeuron"):
     for edit in config.edits:
         if edit.sae and edit.sae != fingerprint:
             raise ValueError(
-                f"The edit {edit.name!r} was made for the autoencoder {edit.sae} but this one is {fingerprint}. Its latents mean "
-                f"other things: load the autoencoder that belongs to the edits, or make new ones."
+                f"The edit {edit.name!r} was made for the autoencoder {edit.sae} but this one is {fingerprint}. Its "
+                f"latents mean other things: load the autoencoder that belongs to the edits, or make new ones."
             )
         if int(edit.indices.max()) >= sae.num_latents:
             raise ValueError(f"The edit {edit.name!r} selects latent {int(edit.indices.max())} of {sae.num_latents}.")
@@ -511,8 +531,8 @@ def apply_saeuron(module, sae, config, name="saeuron"):
     channels = getattr(find_block(module, point), side, None)
     if isinstance(channels, int) and point["layout"] == "nchw" and channels != sae.config.d_in:
         raise ValueError(
-            f"The autoencoder has {sae.config.d_in} channels but {point['module']} gives {channels}. It was made for another "
-            f"model or block."
+            f"The autoencoder has {sae.config.d_in} channels but {point['module']} gives {channels}. It was made for "
+            f"another model or block."
         )
     _warn_about_base(module, sae)
     _attach(module, point, name, lambda clock: SAeUronHook(sae, config, clock))
@@ -523,8 +543,8 @@ def _warn_about_base(module, sae):
     actual = getattr(getattr(module, "config", None), "_name_or_path", None)
     if expected and actual and expected not in str(actual):
         logger.warning(
-            f"The autoencoder was trained on {expected} but this denoiser comes from {actual}. On a fine-tune it may work less well; "
-            f"on another model it does not."
+            f"The autoencoder was trained on {expected} but this denoiser comes from {actual}. On a fine-tune it may "
+            f"work less well; on another model it does not."
         )
 
 
@@ -555,7 +575,8 @@ def remove_saeuron(module, name=None):
 @contextmanager
 def record_activations(module, point, callback, name="saeuron_recorder"):
     """
-    While the context is open, `callback(tokens, timestep)` gets the tokens `(batch, tokens, channels)` of every forward pass.
+    While the context is open, `callback(tokens, timestep)` gets the tokens `(batch, tokens, channels)` of every
+    forward pass.
 
     Args:
         module (`torch.nn.Module`):

@@ -6,11 +6,12 @@ import torch
 
 def unlearning_metrics(in_domain, cross_domain, unlearned=None):
     """
-    Unlearning accuracy and what is retained, as UnlearnCanvas counts them ([SAeUron](https://huggingface.co/papers/2501.18052), section 5).
+    Unlearning accuracy and what is retained, as UnlearnCanvas counts them
+    ([SAeUron](https://huggingface.co/papers/2501.18052), section 5).
 
-    Row `i` of both tables belongs to run `i`, in which one concept (or several) of a domain was unlearned. For styles, `in_domain` holds
-    the accuracy on every style and `cross_domain` on every object; for objects it is the other way round. Columns that the protocol
-    leaves out, such as UnlearnCanvas' "Seed_Images", must not be in the tables.
+    Row `i` of both tables belongs to run `i`, in which one concept (or several) of a domain was unlearned. For styles,
+    `in_domain` holds the accuracy on every style and `cross_domain` on every object; for objects it is the other way
+    round. Columns that the protocol leaves out, such as UnlearnCanvas' "Seed_Images", must not be in the tables.
 
     Args:
         in_domain (`torch.Tensor` of shape `(runs, concepts)`):
@@ -21,11 +22,12 @@ def unlearning_metrics(in_domain, cross_domain, unlearned=None):
             Boolean: which columns run `i` unlearned. By default run `i` unlearned column `i`.
 
     Returns:
-        `dict[str, float]`: `UA`, one minus the accuracy on unlearned concepts; `IRA`, accuracy on the other concepts of the domain; `CRA`,
-        accuracy in the other domain. All in [0, 1], averaged over the runs with equal weights.
+        `dict[str, float]`: `UA`, one minus the accuracy on unlearned concepts; `IRA`, accuracy on the other concepts
+        of the domain; `CRA`, accuracy in the other domain. All in [0, 1], averaged over the runs with equal weights.
 
     Raises:
-        ValueError: on tables that do not fit together, accuracies outside [0, 1], or a run that unlearned nothing or everything.
+        ValueError: on tables that do not fit together, accuracies outside [0, 1], or a run that unlearned nothing or
+        everything.
 
     Example:
 
@@ -40,7 +42,8 @@ def unlearning_metrics(in_domain, cross_domain, unlearned=None):
     in_domain, cross_domain = torch.as_tensor(in_domain).double(), torch.as_tensor(cross_domain).double()
     if in_domain.ndim != 2 or cross_domain.ndim != 2 or len(in_domain) != len(cross_domain):
         raise ValueError(
-            f"Both tables need one row per run but have shapes {tuple(in_domain.shape)} and {tuple(cross_domain.shape)}."
+            f"Both tables need one row per run but have shapes {tuple(in_domain.shape)} and "
+            f"{tuple(cross_domain.shape)}."
         )
     for table in (in_domain, cross_domain):
         if not ((table >= 0) & (table <= 1)).all():
@@ -51,7 +54,8 @@ def unlearning_metrics(in_domain, cross_domain, unlearned=None):
         unlearned = torch.eye(len(in_domain), dtype=torch.bool)
     if unlearned.shape != in_domain.shape or unlearned.dtype != torch.bool:
         raise ValueError(
-            f"`unlearned` has to be boolean of shape {tuple(in_domain.shape)} but is {unlearned.dtype} of {tuple(unlearned.shape)}."
+            f"`unlearned` has to be boolean of shape {tuple(in_domain.shape)} but is {unlearned.dtype} of "
+            f"{tuple(unlearned.shape)}."
         )
     count = unlearned.sum(1)
     if (count == 0).any() or (count == in_domain.shape[1]).any():

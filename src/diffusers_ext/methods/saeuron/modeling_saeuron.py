@@ -308,7 +308,8 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
         model = cls.from_config(config)
         _load_strictly(model, checkpoint.state_dict, folder)
         model.register_to_config(_name_or_path=str(pretrained_model_name_or_path))
-        model = model.to(dtype or torch.float32).eval()
+        # ModelMixin.to warns of modules to be kept in float32 even where there are none.
+        model = nn.Module.to(model, dtype or torch.float32).eval()
         info = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
         return (model, info) if output_loading_info else model
 

@@ -8,24 +8,26 @@ from pathlib import Path
 from . import plugins
 
 
-def load_component(folder, subfolder=None, **kwargs):
+def load_component(folder, subfolder=None, custom_pipeline=None, **kwargs):
     """
-    Loads a pipeline, a model or a scheduler from a local folder, whichever it is, registered plugins' classes included.
+    Loads a pipeline, a model or a scheduler from a local folder, classes of registered plugins included.
 
-    diffusers finds a class of another package only if its module was imported before. This function imports the modules that the
-    folder names, provided a registered plugin brings them, and nothing else.
+    diffusers finds a class of another package only if its module was imported before. This function imports the
+    modules that the folder names, provided a registered plugin brings them, and nothing else.
 
     Args:
         folder (`str` or `os.PathLike`):
             A folder with `model_index.json`, `config.json` or `scheduler_config.json`.
         subfolder (`str`, *optional*):
             A component inside it.
+        custom_pipeline (`str` or `os.PathLike`, *optional*):
+            A pipeline file, or a folder with `pipeline.py`, to load the pipeline with; needs `trust_remote_code=True`.
         kwargs:
             Passed on to `from_pretrained` of the class.
 
     Raises:
-        FileNotFoundError: when there is no such folder or no such file in it.
-        ValueError: when the class is one that neither diffusers nor a plugin has.
+        FileNotFoundError: when there is no such folder, no such file in it, or no file at `custom_pipeline`.
+        ValueError: when the class is one that neither diffusers nor a plugin has, or a file is no JSON object.
 
     Example:
 
@@ -37,18 +39,50 @@ def load_component(folder, subfolder=None, **kwargs):
     """
     path = Path(folder, subfolder or "")
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is no folder. Download a repository first: huggingface_hub.snapshot_download(id).")
+        raise FileNotFoundError(
+            f"{path} is no folder. Download a repository first: huggingface_hub.snapshot_download(id)."
+        )
     names = ("model_index.json", "config.json", "scheduler_config.json")
     index = next((path / name for name in names if (path / name).is_file()), None)
     if index is None:
         raise FileNotFoundError(f"{path} holds none of {', '.join(names)}, so it is no pipeline, model or scheduler.")
-    config = json.loads(index.read_text(encoding="utf-8"))
+    config = _read_json_object(index)
     modules = _plugin_modules()
     named = [value[0] for value in config.values() if isinstance(value, list) and value and isinstance(value[0], str)]
     for module in modules:
         if module in named:
             importlib.import_module(module)
-    return _find_class(config.get("_class_name"), modules, index).from_pretrained(path, **kwargs)
+    if custom_pipeline is None:
+        return _find_class(config.get("_class_name"), modules, index).from_pretrained(path, **kwargs)
+    if index.name != "model_index.json":
+        raise ValueError(f"`custom_pipeline` is for pipelines, but {path} is a component: it has no model_index.json.")
+
+    from diffusers import DiffusionPipeline
+
+    code = str(_pipeline_file(custom_pipeline))
+    return DiffusionPipeline.from_pretrained(path, custom_pipeline=code, **kwargs)
+
+
+def _read_json_object(path):
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}. Download or save it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} has to hold a JSON object but holds a {type(content).__name__}.")
+    return content
+
+
+def _pipeline_file(custom_pipeline):
+    """Checked here because diffusers takes what is not there for a Hub id, and its error then names no file."""
+    path = Path(custom_pipeline)
+    file = path / "pipeline.py" if path.is_dir() else path
+    if not file.is_file() or file.suffix != ".py":
+        raise FileNotFoundError(
+            f"`custom_pipeline` has to be a pipeline file or a folder with pipeline.py, but {file} is missing. The file "
+            f"of an installed method: diffusers_ext.custom_pipeline(name)."
+        )
+    return path
 
 
 def _plugin_modules():
@@ -66,6 +100,6 @@ def _find_class(name, modules, index):
             if plugin.target.partition(":")[2] == name:
                 return plugin.load()
     raise ValueError(
-        f"{index} asks for the class {name!r}, which neither diffusers nor an installed plugin has (plugins bring classes of "
-        f"{', '.join(modules) or 'no module'}). Install the plugin that defines it."
+        f"{index} asks for the class {name!r}, which neither diffusers nor an installed plugin has (plugins bring "
+        f"classes of {', '.join(modules) or 'no module'}). Install the plugin that defines it."
     )

@@ -38,16 +38,16 @@ class Plugin:
         Imports and returns the object.
 
         Raises:
-            RuntimeError: when the import fails; the message names the plugin and its distribution, the cause is chained.
+            RuntimeError: when the import fails; it names plugin and distribution, the cause is chained.
         """
         # The one place where any exception is caught: code of strangers runs here.
         try:
             return metadata.EntryPoint(self.name, self.target, self.group).load()
         except Exception as error:
             raise RuntimeError(
-                f"The plugin {self.name!r} of the distribution {self.distribution} {self.version} (group {self.group}) cannot "
-                f"be loaded: {type(error).__name__}: {error}. Install what it misses, update it, or uninstall "
-                f"{self.distribution}."
+                f"The plugin {self.name!r} of the distribution {self.distribution} {self.version} (group "
+                f"{self.group}) cannot be loaded: {type(error).__name__}: {error}. Install what it misses, update it, "
+                f"or uninstall {self.distribution}."
             ) from error
 
 
@@ -56,7 +56,8 @@ def discover(group):
     """
     Every plugin of a group by name, without importing any.
 
-    On a duplicate name our own wins, else the first by distribution name; the others stay reachable as `distribution:name`.
+    On a duplicate name our own wins, else the first by distribution name; the others stay reachable as
+    `distribution:name`.
 
     Args:
         group (`str`):
@@ -75,7 +76,8 @@ def discover(group):
         distribution, version = _normalise(entry.dist.name), entry.dist.version
         if not _NAME.fullmatch(entry.name):
             logger.warning(
-                f"Ignoring the plugin {entry.name!r} of {distribution} {version}: names are lower-case letters, digits, - and _."
+                f"Ignoring the plugin {entry.name!r} of {distribution} {version}: names are lower-case letters, "
+                f"digits, - and _."
             )
             continue
         found.append(Plugin(group, entry.name, entry.value, distribution, version))
@@ -86,8 +88,8 @@ def discover(group):
         first = plugins.setdefault(plugin.name, plugin)
         if first is not plugin:
             logger.warning(
-                f"Two plugins are called {plugin.name!r} in {group}: {first.distribution} {first.version} is used; ask for "
-                f"'{plugin.distribution}:{plugin.name}' to get that of {plugin.distribution} {plugin.version}."
+                f"Two plugins are called {plugin.name!r} in {group}: {first.distribution} {first.version} is used; ask "
+                f"for '{plugin.distribution}:{plugin.name}' to get that of {plugin.distribution} {plugin.version}."
             )
             plugins[f"{plugin.distribution}:{plugin.name}"] = plugin
     return dict(sorted(plugins.items()))
@@ -103,7 +105,10 @@ def find(group, name):
 
     Raises:
         ValueError: when there is none; the message names the closest.
+        TypeError: when `name` is no string.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"`name` has to be a string but is a {type(name).__name__}.")
     plugins = discover(group)
     if name in plugins:
         return plugins[name]

@@ -73,8 +73,13 @@ def _load(plugin):
     spec = plugin.load()
     if not isinstance(spec, MethodSpec):
         raise TypeError(
-            f"The entry point {plugin.name!r} of {plugin.distribution} has to point at a `MethodSpec` but {plugin.target} is a "
-            f"{type(spec).__name__}."
+            f"The entry point {plugin.name!r} of {plugin.distribution} has to point at a `MethodSpec` but "
+            f"{plugin.target} is a {type(spec).__name__}."
+        )
+    if spec.name != plugin.name:
+        raise ValueError(
+            f"The entry point {plugin.name!r} of {plugin.distribution} points at the method {spec.name!r}; the two "
+            f"names have to be equal."
         )
     return replace(spec, distribution=plugin.distribution)
 
@@ -83,7 +88,7 @@ def _load(plugin):
 def _load_or_warn(plugin):
     try:
         return _load(plugin)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         logger.warning(str(error))
         return None
 
@@ -118,7 +123,7 @@ def list_methods(kind=None, base=None, pattern=None):
     if kind is not None and kind not in KINDS:
         raise ValueError(f"`kind` has to be one of {', '.join(KINDS)} but is {kind!r}.")
     specs = [_load_or_warn(plugin) for plugin in plugins.discover(_GROUP).values()]
-    return [
+    chosen = [
         spec
         for spec in specs
         if spec is not None
@@ -126,6 +131,7 @@ def list_methods(kind=None, base=None, pattern=None):
         and (base is None or base in spec.base_families)
         and (pattern is None or fnmatch.fnmatchcase(spec.name, pattern))
     ]
+    return sorted(chosen, key=lambda spec: spec.name)
 
 
 def get_method(name):
@@ -137,9 +143,9 @@ def get_method(name):
             Its name, or `distribution:name` where two distributions have one of that name.
 
     Raises:
-        ValueError: on an unknown name, with the closest ones.
-        RuntimeError: when the plugin that brings it is broken.
-        TypeError: when its entry point is not a `MethodSpec`.
+        ValueError: on an unknown name, with the closest ones, or a record of another name.
+        RuntimeError: when the plugin that brings it is broken; the cause is chained.
+        TypeError: when `name` is no string, or its entry point is not a `MethodSpec`.
     """
     return _load(plugins.find(_GROUP, name))
 
@@ -159,6 +165,7 @@ def custom_pipeline(name):
 
     Raises:
         ValueError: on an unknown name, or a method without a pipeline.
+        FileNotFoundError: when the plugin lacks the file that its record names.
 
     Example:
 
@@ -175,4 +182,14 @@ def custom_pipeline(name):
     if spec.pipeline is None:
         having = [s.name for s in list_methods(kind="pipeline")]
         raise ValueError(f"The method {name!r} has no pipeline. Methods that have one: {', '.join(having) or 'none'}.")
-    return importlib.util.find_spec(spec.pipeline.partition(":")[0]).origin
+    module = spec.pipeline.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise FileNotFoundError(
+            f"The method {name!r} names the pipeline {spec.pipeline}, but the file {module.replace('.', '/')}.py is "
+            f"missing from {spec.distribution}. Install it again."
+        )
+    return found.origin

@@ -7,6 +7,9 @@ from diffusers import (
     DDIMScheduler,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     HeunDiscreteScheduler,
     KDPM2DiscreteScheduler,
     StableDiffusionImg2ImgPipeline,
@@ -18,6 +21,7 @@ from lab_saeuron import TIMESTEPS, draw, lab_pipeline, lab_sae, random_edit
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import T5Config, T5EncoderModel
 
 from diffusers_ext import SAeUronConfig, SparseAutoencoder, apply_saeuron, collect_statistics, remove_saeuron
 from diffusers_ext.methods.saeuron.hooks_saeuron import applied_names
@@ -376,6 +380,96 @@ class TestOtherDenoisers:
         outputs = model(x, 501)
         assert type(outputs) is tuple
         assert [not torch.allclose(a, b) for a, b in zip(outputs, (x, 2 * x))] == [i == changed for i in range(2)]
+
+
+class TestFlux:
+    """A transformer that takes time in [0, 1], `timestep` at another position and joint streams of text and image."""
+
+    POINT = {"module": "transformer_blocks.0", "layout": "bnd", "output_index": 1}
+
+    @pytest.fixture(scope="class")
+    def flux(self):
+        torch.manual_seed(0)
+        parts = lab_pipeline().components
+        clip, tokenizer = parts["text_encoder"], parts["tokenizer"]
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 4, 8)}
+        transformer = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            joint_attention_dim=32,
+            pooled_projection_dim=clip.config.hidden_size,
+            **sizes,
+        )
+        t5 = T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+        pipe = FluxPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(),
+            vae=parts["vae"],
+            text_encoder=clip,
+            tokenizer=tokenizer,
+            # Any tokenizer with the calling convention does for a random encoder.
+            text_encoder_2=T5EncoderModel(t5).eval(),
+            tokenizer_2=tokenizer,
+            transformer=transformer.eval(),
+        )
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    @pytest.fixture(scope="class")
+    def sae(self):
+        torch.manual_seed(0)
+        return SparseAutoencoder(d_in=32, expansion_factor=4, k=16, hook=self.POINT).eval()
+
+    KWARGS = {"num_inference_steps": 3, "height": 64, "width": 32, "max_sequence_length": 16}
+
+    def draw(self, flux, **kwargs):
+        kwargs = {**self.KWARGS, **kwargs}
+        return flux("cat", generator=torch.Generator().manual_seed(0), output_type="latent", **kwargs).images
+
+    @pytest.fixture(scope="class")
+    def edit(self, flux, sae):
+        prompts = {"cat": ["cat", "cat, ink style"], "owl": ["owl"]}
+        statistics = collect_statistics(flux, sae, prompts, guidance_scale=3.5, batch_size=2, **self.KWARGS)
+        return statistics.edit("cat", num_features=8, multiplier=-5.0)
+
+    def test_statistics(self, edit):
+        assert edit.timesteps[0] == 1.0 and len(edit.timesteps) == 3 and edit.num_train_timesteps == 1
+
+    def test_unlearning_and_removal(self, flux, sae, edit):
+        stock = self.draw(flux)
+        apply_saeuron(flux.transformer, sae, SAeUronConfig(edits=[edit]))
+        try:
+            changed = self.draw(flux)
+            assert torch.isfinite(changed).all() and not torch.allclose(changed, stock)
+            torch.testing.assert_close(self.draw(flux), changed)
+        finally:
+            remove_saeuron(flux.transformer)
+        assert torch.equal(self.draw(flux), stock)
+
+    def test_start_and_end_count_in_the_models_own_time(self, flux, sae, edit):
+        stock, changed = self.draw(flux), []
+        for settings in ({"end": 0.0}, {"start": 0.9}, {}):
+            apply_saeuron(flux.transformer, sae, SAeUronConfig(edits=[edit], **settings))
+            changed.append(not torch.equal(self.draw(flux), stock))
+            remove_saeuron(flux.transformer)
+        # Times are 1, 0.67 and 0.33: the first alone, none, all.
+        assert changed == [True, False, True]
+
+    @pytest.mark.parametrize("true_cfg_scale", [1.0, 2.0])
+    def test_guidance_in_two_calls(self, flux, sae, edit, true_cfg_scale):
+        prompts = {"cat": ["cat", "cat, ink style"], "owl": ["owl"]}
+        kwargs = {
+            **self.KWARGS,
+            "num_inference_steps": 1,
+            "true_cfg_scale": true_cfg_scale,
+            "negative_prompt": ["", ""],
+        }
+        statistics = collect_statistics(flux, sae, {"cat": prompts["cat"]}, guidance_scale=3.5, batch_size=2, **kwargs)
+        plain = {**self.KWARGS, "num_inference_steps": 1}
+        expected = collect_statistics(flux, sae, {"cat": prompts["cat"]}, guidance_scale=3.5, batch_size=2, **plain)
+        # The first step sees the same noise: only the conditional call may count.
+        torch.testing.assert_close(statistics.mean("cat"), expected.mean("cat"), atol=1e-4, rtol=1e-3)
 
 
 class TestCollecting:

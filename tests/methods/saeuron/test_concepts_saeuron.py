@@ -112,6 +112,12 @@ class TestStatistics:
         few, many = statistics.edit("concept_0", num_features=3), statistics.edit("concept_0", num_features=8)
         assert torch.equal(many.indices[:, :3], few.indices)
 
+    def test_latents_of_other_concepts_are_not_selected(self):
+        statistics = ConceptStatistics([1], 4)
+        statistics.update("a", torch.tensor([[[3.0, 0.0, 1.0, 0.0]]]))
+        statistics.update("b", torch.tensor([[[0.0, 2.0, 2.0, 0.0]]]))
+        assert statistics.edit("a", num_features=3).indices.tolist() == [[0]]
+
     def test_percentiles_of_the_paper(self):
         assert [features_of_percentile(p, 20480) for p in (99.999, 99.995, 99.99, 99.9)] == [1, 2, 3, 21]
 

@@ -322,7 +322,7 @@ class ConceptStatistics:
             concept (`str`):
                 Its name.
             num_features (`int`, *optional*):
-                Latents per timestep, those with the highest scores.
+                Latents per timestep, those with the highest scores; fewer where fewer have a score above 0.
             percentile (`float`, *optional*):
                 Instead of a number: latents whose score is strictly above this percentile of all scores, in (0, 100).
             multiplier (`float`, *optional*, defaults to -1.0):
@@ -343,7 +343,8 @@ class ConceptStatistics:
         else:
             if not 1 <= num_features <= self.num_latents:
                 raise ValueError(f"`num_features` has to lie between 1 and {self.num_latents} but is {num_features}.")
-            kept = torch.full((len(scores),), num_features)
+            # A latent that fires more for other concepts would damage those.
+            kept = (scores > 0).sum(1).clamp_max(num_features)
         width = max(1, int(kept.max()))
         indices = scores.topk(width, dim=1).indices
         # The official code takes means of half-precision tensors; rounding alike keeps borderline gates alike.

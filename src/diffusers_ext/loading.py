@@ -79,8 +79,8 @@ def _pipeline_file(custom_pipeline):
     file = path / "pipeline.py" if path.is_dir() else path
     if not file.is_file() or file.suffix != ".py":
         raise FileNotFoundError(
-            f"`custom_pipeline` has to be a pipeline file or a folder with pipeline.py, but {file} is missing. The file "
-            f"of an installed method: diffusers_ext.custom_pipeline(name)."
+            f"`custom_pipeline` has to be a pipeline file or a folder with pipeline.py, but {file} is missing. The "
+            f"file of an installed method: diffusers_ext.custom_pipeline(name)."
         )
     return path
 

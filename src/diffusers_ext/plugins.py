@@ -88,8 +88,8 @@ def discover(group):
         first = plugins.setdefault(plugin.name, plugin)
         if first is not plugin:
             logger.warning(
-                f"Two plugins are called {plugin.name!r} in {group}: {first.distribution} {first.version} is used; ask "
-                f"for '{plugin.distribution}:{plugin.name}' to get that of {plugin.distribution} {plugin.version}."
+                f"Two plugins are called {plugin.name!r} in {group}: {first.distribution} {first.version} is used; "
+                f"ask for '{plugin.distribution}:{plugin.name}' to get that of {plugin.distribution} {plugin.version}."
             )
             plugins[f"{plugin.distribution}:{plugin.name}"] = plugin
     return dict(sorted(plugins.items()))

@@ -1,1 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
+"""EmojiCanvas: a small real text-to-image model, its data set, and an oracle that judges its pictures.
+
+Importing this package loads neither torch nor diffusers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from .captions import OBJECTS, LabPrompt, prompts
+from .captions import STYLE_NAMES as STYLES
+
+
+_MODULE_OF = {
+    "apply_style": "styles",
+    "diversity": "metrics",
+    "frechet_distance": "metrics",
+    "generate": "generation",
+    "image_grid": "grids",
+    "load_oracle": "loading",
+    "load_pipeline": "loading",
+    "load_unlearning_pipeline": "loading",
+    "near_copies": "metrics",
+    "pipeline_folder": "loading",
+    "saeuron_folder": "loading",
+}
+
+__all__ = [
+    "LabPrompt",
+    "OBJECTS",
+    "STYLES",
+    "apply_style",
+    "diversity",
+    "frechet_distance",
+    "generate",
+    "image_grid",
+    "load_oracle",
+    "load_pipeline",
+    "load_unlearning_pipeline",
+    "near_copies",
+    "pipeline_folder",
+    "prompts",
+    "saeuron_folder",
+]
+
+if TYPE_CHECKING:
+    from .generation import generate as generate
+    from .grids import image_grid as image_grid
+    from .loading import load_oracle as load_oracle
+    from .loading import load_pipeline as load_pipeline
+    from .loading import load_unlearning_pipeline as load_unlearning_pipeline
+    from .loading import pipeline_folder as pipeline_folder
+    from .loading import saeuron_folder as saeuron_folder
+    from .metrics import diversity as diversity
+    from .metrics import frechet_distance as frechet_distance
+    from .metrics import near_copies as near_copies
+    from .styles import apply_style as apply_style
+
+
+def __getattr__(name):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'diffusers_ext.lab' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted([*globals(), *__all__])

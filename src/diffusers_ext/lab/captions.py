@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 # fmt: off
 OBJECTS = (
-    "airplane", "alarm clock", "anchor", "automobile", "avocado", "backpack", "balloon", "banana", "basketball", "bear", "bell",
-    "bicycle", "birthday cake", "bus", "butterfly", "cactus", "carrot", "castle", "cat", "cherries", "crab", "crown", "dog", "dolphin",
-    "doughnut", "elephant", "frog", "ghost", "grapes", "guitar", "hamburger", "house", "ice cream", "key", "lady beetle", "laptop",
-    "lemon", "light bulb", "mushroom", "octopus", "owl", "palm tree", "panda", "pear", "penguin", "pig", "pineapple", "pizza", "rabbit",
-    "rainbow", "red apple", "rocket", "rose", "sailboat", "scissors", "skull", "snail", "snake", "snowflake", "soccer ball",
-    "strawberry", "sunflower", "umbrella", "whale",
+    "airplane", "alarm clock", "anchor", "automobile", "avocado", "backpack", "balloon", "banana", "basketball",
+    "bear", "bell", "bicycle", "birthday cake", "bus", "butterfly", "cactus", "carrot", "castle", "cat", "cherries",
+    "crab", "crown", "dog", "dolphin", "doughnut", "elephant", "frog", "ghost", "grapes", "guitar", "hamburger",
+    "house", "ice cream", "key", "lady beetle", "laptop", "lemon", "light bulb", "mushroom", "octopus", "owl",
+    "palm tree", "panda", "pear", "penguin", "pig", "pineapple", "pizza", "rabbit", "rainbow", "red apple", "rocket",
+    "rose", "sailboat", "scissors", "skull", "snail", "snake", "snowflake", "soccer ball", "strawberry", "sunflower",
+    "umbrella", "whale",
 )
 # fmt: on
 STYLE_NAMES = ("sticker", "ink", "pixel", "blueprint", "neon", "watercolour", "mosaic", "halftone")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EmojiCanvas, the data set: 64 objects, each drawn by up to eight emoji sets, each drawing in eight styles.
 
-The drawings come from public npm packages (one JSON file of SVG bodies each), fetched by name and version and rendered with resvg;
-nothing of them is stored in this repository. Run it as a command to write a data set:
+The drawings come from public npm packages (one JSON file of SVG bodies each), fetched by name and version and rendered
+with resvg; nothing of them is stored in this repository. Run it as a command to write a data set:
 
     python -m diffusers_ext.lab.dataset --output_dir data/emoji-canvas --size 64
 """
@@ -52,8 +52,8 @@ HELD_OUT_PAIRS = 51
 
 def held_out_pairs():
     """
-    The (object, style) pairs that the model never sees together, although it sees the object in other styles and the style on other
-    objects.
+    The (object, style) pairs that the model never sees together, although it sees the object in other styles and the
+    style on other objects.
 
     Returns:
         `set` of `(object, style)`: 51 of the 512 pairs, the same on every machine.
@@ -84,8 +84,8 @@ def fetch_packages(folder):
             subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
         except FileNotFoundError as error:
             raise RuntimeError(
-                f"The npm client is needed to fetch the emoji sets but was not found. Install Node.js, or put the archives "
-                f"({', '.join(f'{s.package}@{s.version}' for s in EMOJI_SETS)}) into {folder} by hand."
+                f"The npm client is needed to fetch the emoji sets but was not found. Install Node.js, or put the "
+                f"archives ({', '.join(f'{s.package}@{s.version}' for s in EMOJI_SETS)}) into {folder} by hand."
             ) from error
         except subprocess.CalledProcessError as error:
             raise RuntimeError(f"`{' '.join(command)}` failed: {error.stderr.strip() or error}") from error
@@ -150,8 +150,8 @@ def build_dataset(output_dir, size=64, packages=None):
 
     Args:
         output_dir (`str` or `os.PathLike`):
-            Receives `emoji_canvas_<size>.npz` with arrays `images` `(N, size, size, 3)` uint8, `object`, `style`, `emoji_set` (text),
-            and `LICENCES.json`.
+            Receives `emoji_canvas_<size>.npz` with arrays `images` `(N, size, size, 3)` uint8, `object`, `style`,
+            `emoji_set` (text), and `LICENCES.json`.
         size (`int`, *optional*, defaults to 64):
             Side of the pictures in pixels, a multiple of 16.
         packages (`str` or `os.PathLike`, *optional*):
@@ -192,7 +192,9 @@ def main():
     parser = argparse.ArgumentParser(description="Build the EmojiCanvas data set.")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--packages", default=None, help="Folder with the emoji archives; they are fetched if missing.")
+    parser.add_argument(
+        "--packages", default=None, help="Folder with the emoji archives; they are fetched if missing."
+    )
     args = parser.parse_args()
     print(build_dataset(args.output_dir, args.size, args.packages))
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The eight styles of EmojiCanvas: functions from a drawing to the same drawing in another style.
 
-A drawing is a float32 array of shape `(size, size, 3)` with values in [0, 1] on a white background; `size` is a multiple of 16.
-Lengths scale with `size / 64`, so a style looks the same at 64, 128 or 256 pixels. Every function is deterministic.
+A drawing is a float32 array of shape `(size, size, 3)` with values in [0, 1] on a white background; `size` is a
+multiple of 16. Lengths scale with `size / 64`, so a style looks the same at 64, 128 or 256 pixels. Every function is
+deterministic.
 """
 
 import numpy as np
@@ -23,7 +24,7 @@ def _luminance(drawing):
 
 
 def _edges(drawing, sigma):
-    """Strength of the strongest channel's edges in [0, 1], shape `(size, size)`; `sigma` in pixels of a 64-pixel drawing."""
+    """Edges of the strongest channel in [0, 1], shape `(size, size)`; `sigma` in pixels of a 64-pixel drawing."""
     # A Sobel response shrinks as the same edge is drawn with more pixels, hence the factor.
     scale, strength = _scale(drawing), 0
     for channel in range(3):
@@ -91,7 +92,9 @@ def watercolour(drawing):
     shift_x, shift_y = field(3) * 9 * scale, field(3) * 9 * scale
     y, x = np.mgrid[:size, :size]
     soft = ndimage.gaussian_filter(drawing, (1.1 * scale, 1.1 * scale, 0))
-    wet = [ndimage.map_coordinates(soft[..., c], [y + shift_y, x + shift_x], order=1, mode="nearest") for c in range(3)]
+    wet = [
+        ndimage.map_coordinates(soft[..., c], [y + shift_y, x + shift_x], order=1, mode="nearest") for c in range(3)
+    ]
     wet = np.stack(wet, -1)
     pigment = np.clip(1 + 1.35 * field(4)[..., None], 0.5, 1.5)
     wash = 1 - (1 - wet) * 0.62 * pigment - _edges(wet, 1)[..., None] * 0.18

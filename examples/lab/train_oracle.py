@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains the oracle of EmojiCanvas on drawings, and cross-validates it on emoji sets that it never saw."""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy import ndimage
+
+from diffusers_ext.lab.captions import OBJECTS, STYLE_NAMES
+from diffusers_ext.lab.dataset import EMOJI_SETS
+from diffusers_ext.lab.oracle import Oracle
+from diffusers_ext.lab.results import write_result
+from diffusers_ext.lab.styles import apply_style
+
+
+# Versions of a drawing before it is styled: as it is, mirrored, and resampled with other colours. Styles with a fixed
+# grid (pixel, mosaic, halftone) would be blurred by turning the finished picture.
+NUM_EXACT, NUM_RESAMPLED = 2, 6
+
+
+def parse_args(input_args=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True, help="The file written by `python -m diffusers_ext.lab.dataset`.")
+    parser.add_argument("--output_dir", required=True)
+    parser.add_argument(
+        "--cross_validate", action="store_true", help="Leave out one emoji set after the other instead."
+    )
+    parser.add_argument("--max_train_steps", type=int, default=1600)
+    parser.add_argument("--train_batch_size", type=int, default=64)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--weight_decay", type=float, default=0.05)
+    parser.add_argument("--checkpointing_steps", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_threads", type=int, default=None)
+    return parser.parse_args(input_args)
+
+
+def resample(drawing, rng):
+    """The drawing turned, scaled, moved and recoloured a little, on white."""
+    size, angle = drawing.shape[0], rng.uniform(-0.22, 0.22)
+    scale, shift = rng.uniform(0.9, 1.22, 2), rng.uniform(-4, 4, 2)
+    matrix = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]) * scale
+    centre = np.full(2, (size - 1) / 2)
+    offset = centre - matrix @ (centre + shift)
+    drawing = drawing[:, ::-1] if rng.random() < 0.5 else drawing
+    turned = [ndimage.affine_transform(drawing[..., c], matrix, offset, order=1, cval=1.0) for c in range(3)]
+    turned = np.stack(turned, -1)
+    # Colours move around grey, so that white paper stays white.
+    ink = 1 - turned
+    mix = np.eye(3) + rng.normal(0, 0.09, (3, 3))
+    return np.clip(1 - ink @ mix * rng.uniform(0.8, 1.15), 0, 1).astype(np.float32)
+
+
+def build_pictures(path, seed, cache):
+    """
+    Every version of every drawing in every style: uint8 `(drawings, versions, styles, 64, 64, 3)`, with the object and
+    the emoji set of each drawing.
+    """
+    data = np.load(path)
+    plain = data["style"] == "sticker"
+    drawings, objects, sets = data["images"][plain], data["object"][plain], data["emoji_set"][plain]
+    if cache.exists():
+        return np.load(cache), objects, sets
+    rng = np.random.default_rng(seed)
+    pictures = []
+    for drawing in drawings:
+        drawing = drawing / np.float32(255)
+        versions = [drawing, np.ascontiguousarray(drawing[:, ::-1])] + [
+            resample(drawing, rng) for _ in range(NUM_RESAMPLED)
+        ]
+        pictures.append([[apply_style(version, style) for style in STYLE_NAMES] for version in versions])
+    pictures = np.array(pictures)
+    with open(cache.with_suffix(".partial"), "wb") as file:
+        np.save(file, pictures)
+    os.replace(cache.with_suffix(".partial"), cache)
+    return pictures, objects, sets
+
+
+def augment(batch, generator):
+    """Whole-pixel moves, a little blur and noise: what a generated picture may lack in sharpness."""
+    count = len(batch)
+    x = F.pad(batch, (3, 3, 3, 3), mode="replicate")
+    corners = torch.randint(0, 7, (count, 2), generator=generator).tolist()
+    x = torch.stack([picture[:, a : a + 64, b : b + 64] for picture, (a, b) in zip(x, corners)])
+    blurred = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
+    amount = torch.rand(count, 1, 1, 1, generator=generator) * (torch.rand(count, 1, 1, 1, generator=generator) < 0.5)
+    x = x + amount * (blurred - x)
+    noise = torch.rand(count, 1, 1, 1, generator=generator) * 0.15
+    return x + noise * torch.randn(x.shape, generator=generator)
+
+
+def train(args, pictures, objects, keep, path):
+    """Trains on the drawings `keep`; goes on from `path` if it exists."""
+    torch.manual_seed(args.seed)
+    oracle = Oracle().train()
+    optimizer = torch.optim.AdamW(
+        oracle.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+    )
+    generator = torch.Generator().manual_seed(args.seed)
+    step = 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        oracle.load_state_dict(state["oracle"]), optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["generator"])
+        torch.set_rng_state(state["rng"])
+        step = state["step"]
+    pictures = torch.from_numpy(pictures[keep])
+    labels = torch.tensor([OBJECTS.index(name) for name in objects[keep]])
+    started = time.time()
+    while step < args.max_train_steps:
+        size = args.train_batch_size
+        drawing = torch.randint(len(pictures), (size,), generator=generator)
+        exact = torch.rand(size, generator=generator) < 0.5
+        version = torch.randint(NUM_RESAMPLED, (size,), generator=generator) + NUM_EXACT
+        version = torch.where(exact, torch.randint(NUM_EXACT, (size,), generator=generator), version)
+        style = torch.randint(len(STYLE_NAMES), (size,), generator=generator)
+        batch = pictures[drawing, version, style].permute(0, 3, 1, 2).float() / 127.5 - 1
+        object_logits, style_logits = oracle(augment(batch, generator))
+        loss = F.cross_entropy(object_logits, labels[drawing], label_smoothing=0.1) + 0.5 * F.cross_entropy(
+            style_logits, style
+        )
+        rate = min(1, (step + 1) / 100) * max(0.01, 0.5 * (1 + math.cos(math.pi * step / args.max_train_steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * rate
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 250 == 0:
+            accuracy = (object_logits.argmax(1) == labels[drawing]).float().mean()
+            print(
+                f"{path.stem} step {step} loss {loss.item():.3f} objects {accuracy:.2f} {time.time() - started:.0f} s",
+                flush=True,
+            )
+        if step % args.checkpointing_steps == 0 or step == args.max_train_steps:
+            state = {
+                "oracle": oracle.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "generator": generator.get_state(),
+            }
+            aside = path.with_suffix(".partial")
+            torch.save({**state, "rng": torch.get_rng_state(), "step": step}, aside)
+            os.replace(aside, path)
+    return oracle.eval()
+
+
+def measure(oracle, pictures, objects, held_out):
+    """Accuracy on the unchanged drawings `held_out`, by style."""
+    labels = np.array([OBJECTS.index(name) for name in objects[held_out]])
+    rows = {}
+    for i, style in enumerate(STYLE_NAMES):
+        seen = oracle.classify(pictures[held_out, 0, i])
+        rows[style] = {"object": float((seen.object == labels).mean()), "style": float((seen.style == i).mean())}
+    return rows
+
+
+def main(args):
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
+    output_dir = Path(args.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    pictures, objects, sets = build_pictures(args.data, args.seed, output_dir / f"pictures_{args.seed}.npy")
+    if not args.cross_validate:
+        oracle = train(args, pictures, objects, np.ones(len(objects), bool), output_dir / "oracle.pt")
+        oracle.half().save_pretrained(output_dir / "oracle")
+        print(f"The oracle is in {output_dir / 'oracle'}")
+        return
+    folds = {}
+    for emoji_set in EMOJI_SETS:
+        held_out = sets == emoji_set.name
+        oracle = train(args, pictures, objects, ~held_out, output_dir / f"fold_{emoji_set.name}.pt")
+        folds[emoji_set.name] = {
+            "drawings": int(held_out.sum()),
+            "styles": measure(oracle, pictures, objects, held_out),
+        }
+        print(emoji_set.name, json.dumps(folds[emoji_set.name]), flush=True)
+    weights = {name: fold["drawings"] for name, fold in folds.items()}
+    overall = {
+        what: sum(w * np.mean([row[what] for row in folds[name]["styles"].values()]) for name, w in weights.items())
+        / sum(weights.values())
+        for what in ("object", "style")
+    }
+    by_style = {
+        style: sum(w * folds[name]["styles"][style]["object"] for name, w in weights.items()) / sum(weights.values())
+        for style in STYLE_NAMES
+    }
+    settings = {"max_train_steps": args.max_train_steps, "train_batch_size": args.train_batch_size, "seed": args.seed}
+    result = {"overall": overall, "object_by_style": by_style, "folds": folds, "settings": settings}
+    print(f"Results: {write_result(output_dir / 'oracle_cross_validation.json', result)}")
+
+
+if __name__ == "__main__":
+    main(parse_args())

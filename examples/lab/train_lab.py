@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -28,12 +29,14 @@ MAX_TOKENS = 16
 def parse_args(input_args=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True, help="The file written by `python -m diffusers_ext.lab.dataset`.")
-    parser.add_argument("--output_dir", required=True, help="Receives checkpoints and, at the end, the pipeline in `pipeline/`.")
+    parser.add_argument(
+        "--output_dir", required=True, help="Receives checkpoints and, at the end, the pipeline in `pipeline/`."
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vae_train_steps", type=int, default=2400)
     parser.add_argument("--vae_batch_size", type=int, default=16)
     parser.add_argument("--vae_learning_rate", type=float, default=1e-3)
-    parser.add_argument("--max_train_steps", type=int, default=9000, help="Steps of U-Net and text encoder.")
+    parser.add_argument("--max_train_steps", type=int, default=5200, help="Steps of U-Net and text encoder.")
     parser.add_argument("--train_batch_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--lr_warmup_steps", type=int, default=200)
@@ -42,7 +45,9 @@ def parse_args(input_args=None):
     parser.add_argument("--ema_decay", type=float, default=0.9995)
     parser.add_argument("--checkpointing_steps", type=int, default=200)
     parser.add_argument("--num_threads", type=int, default=None, help="Threads of torch; all cores by default.")
-    parser.add_argument("--stop_after", type=int, default=None, help="Save and stop at this step; a later call goes on from it.")
+    parser.add_argument(
+        "--stop_after", type=int, default=None, help="Save and stop at this step; a later call goes on from it."
+    )
     return parser.parse_args(input_args)
 
 
@@ -58,7 +63,10 @@ def load_training_pictures(path):
     data = np.load(path)
     held_out = held_out_pairs()
     keep = np.array(
-        [s != HELD_OUT_SET and (o, k) not in held_out for o, k, s in zip(data["object"], data["style"], data["emoji_set"])]
+        [
+            s != HELD_OUT_SET and (o, k) not in held_out
+            for o, k, s in zip(data["object"], data["style"], data["emoji_set"])
+        ]
     )
     pictures = torch.from_numpy(data["images"][keep]).permute(0, 3, 1, 2).float() / 127.5 - 1
     return pictures, data["object"][keep].tolist(), data["style"][keep].tolist()
@@ -164,15 +172,18 @@ def train_vae(args, pictures, device):
         decoded = vae.decode(posterior.mean + posterior.std * noise).sample
         reconstruction = F.l1_loss(decoded, batch) + F.mse_loss(decoded, batch) + 0.5 * edge_loss(decoded, batch)
         loss = reconstruction + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel()
-        rate = min(1, (step + 1) / 50) * 0.5 * (1 + np.cos(np.pi * step / args.vae_train_steps))
+        rate = min(1, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / args.vae_train_steps))
         for group in optimizer.param_groups:
-            group["lr"] = args.vae_learning_rate * max(rate, 0.02)
+            group["lr"] = float(args.vae_learning_rate * max(rate, 0.02))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 50 == 0:
-            print(f"vae step {step + 1} reconstruction {reconstruction.item():.4f} {time.strftime('%H:%M:%S')}", flush=True)
+            print(
+                f"vae step {step + 1} reconstruction {reconstruction.item():.4f} {time.strftime('%H:%M:%S')}",
+                flush=True,
+            )
         if (step + 1) % args.checkpointing_steps == 0 or step + 1 == args.vae_train_steps:
             state = {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
             save_aside({**state, "generator": generator.get_state()}, path)
@@ -188,7 +199,9 @@ def train_vae(args, pictures, device):
         quant.bias[4:] -= 2 * std.log()
         post.bias += (post.weight[..., 0, 0] * mean).sum(1)
         post.weight *= std[None, :, None, None]
-        error = F.l1_loss(vae.decode(vae.encode(pictures[:256].to(device)).latent_dist.mean).sample, pictures[:256].to(device))
+        error = F.l1_loss(
+            vae.decode(vae.encode(pictures[:256].to(device)).latent_dist.mean).sample, pictures[:256].to(device)
+        )
     print(f"vae done, L1 on whole pictures {error.item():.4f}", flush=True)
     return vae
 
@@ -198,7 +211,7 @@ def learning_rate(step, args):
     if step < args.lr_warmup_steps:
         return args.learning_rate * (step + 1) / args.lr_warmup_steps
     progress = max(0.0, step / args.max_train_steps - 0.5) * 2
-    return args.learning_rate * max(0.02, 0.5 * (1 + np.cos(np.pi * progress)))
+    return args.learning_rate * max(0.02, 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def train_unet(args, vae, pictures, objects, styles, device):
@@ -244,9 +257,11 @@ def train_unet(args, vae, pictures, objects, styles, device):
         encoder_hidden_states = text_encoder(ids[form, index])[0]
         predicted = unet(noisy, timesteps, encoder_hidden_states, return_dict=False)[0]
         snr = compute_snr(scheduler, timesteps)
-        loss = (F.mse_loss(predicted, noise, reduction="none").mean((1, 2, 3)) * snr.clamp(max=args.snr_gamma) / snr).mean()
+        loss = (
+            F.mse_loss(predicted, noise, reduction="none").mean((1, 2, 3)) * snr.clamp(max=args.snr_gamma) / snr
+        ).mean()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
+            group["lr"] = float(learning_rate(step, args))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -265,7 +280,9 @@ def train_unet(args, vae, pictures, objects, styles, device):
 
 
 def tokenize(tokenizer, captions):
-    return tokenizer(captions, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt").input_ids
+    return tokenizer(
+        captions, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt"
+    ).input_ids
 
 
 def build_scheduler():

@@ -207,7 +207,13 @@ def evaluate(output_dir, seed=0, quick=False, **options):
 def draw_table(bench, first_seed, concepts):
     """Pictures before and after: a row for the unedited model and one per unlearned concept, one column per caption."""
     shown = [c for c in ("cat", "red apple", "rocket", "neon", "mosaic") if c in concepts]
-    captions = [("cat", "sticker"), ("cat", "neon"), ("red apple", "sticker"), ("red apple", "mosaic"), ("rocket", "neon")]
+    captions = [
+        ("cat", "sticker"),
+        ("cat", "neon"),
+        ("red apple", "sticker"),
+        ("red apple", "mosaic"),
+        ("rocket", "neon"),
+    ]
     captions += [("rocket", "blueprint"), ("owl", "neon"), ("guitar", "mosaic"), ("house", "watercolour")]
     pictures = [Picture(*caption, first_seed) for caption in captions]
     rows = [bench.unedited(pictures)]

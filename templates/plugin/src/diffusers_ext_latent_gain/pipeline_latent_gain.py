@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The method as a pipeline, for `custom_pipeline=`."""
 
+import inspect
+
 import torch
 from diffusers import StableDiffusionPipeline
 
 from .hooks_latent_gain import LatentGainConfig, apply_latent_gain, remove_latent_gain
+
+
+def _signature():
+    stock = inspect.signature(StableDiffusionPipeline.__call__)
+    own = [inspect.Parameter("gain", inspect.Parameter.KEYWORD_ONLY, default=1.0, annotation=float)]
+    own += [inspect.Parameter("block", inspect.Parameter.KEYWORD_ONLY, default="mid_block", annotation=str)]
+    *parameters, keywords = stock.parameters.values()
+    return stock.replace(parameters=[*parameters, *own, keywords])
 
 
 class LatentGainStableDiffusionPipeline(StableDiffusionPipeline):
@@ -24,3 +34,6 @@ class LatentGainStableDiffusionPipeline(StableDiffusionPipeline):
             return super().__call__(*args, **kwargs)
         finally:
             remove_latent_gain(self.unet)
+
+    # Tools that read signatures see the stock arguments and the two of the method.
+    __call__.__signature__ = _signature()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing the number of latents and the multiplier of each concept on validation pictures (paper, section 5.1)."""
+
+import dataclasses
+
+from tqdm.auto import tqdm
+
+from diffusers_ext import lab
+
+from .concepts_saeuron import ConceptEdits
+from .evaluate_saeuron import Picture, retention_pictures, target_pictures
+
+
+# From mild to strong: of settings that do equally well the first is kept.
+GRID = tuple((features, multiplier) for multiplier in (-1.0, -4.0, -12.0) for features in (2, 4, 8, 16))
+
+
+class ValidationPicture(Picture):
+    """The same in other words, so that the choice never sees a prompt of the figures."""
+
+    @property
+    def prompt(self):
+        return f"a {self.object} in {self.style} style"
+
+
+def in_other_words(pictures):
+    return [ValidationPicture(p.object, p.style, p.seed) for p in pictures]
+
+
+def score(row):
+    """Mean of unlearning and retention; retention counts up to the unedited model's own accuracy."""
+    return (row["ua"] + (min(row["in_domain"], 1.0) + min(row["cross_domain"], 1.0)) / 2) / 2
+
+
+def tune(bench, concepts, grid=GRID, num_targets=8, num_retained=24, first_seed=0, enough=0.97):
+    """
+    Tries settings on validation pictures and keeps the best of each concept.
+
+    Args:
+        bench ([`Bench`]):
+            Pipeline with autoencoder and edits that hold as many latents as the grid asks for, and the oracle.
+        concepts (`list[str]`):
+            Concepts to tune.
+        grid (`list[tuple[int, float]]`, *optional*):
+            Pairs of `num_features` and `multiplier`, from mild to strong.
+        num_targets (`int`), num_retained (`int`):
+            Pictures with and without the concept per setting.
+        first_seed (`int`):
+            First seed of the pictures.
+        enough (`float`, *optional*, defaults to 0.97):
+            Score at which no stronger setting is tried any more.
+
+    Returns:
+        `tuple` of [`ConceptEdits`] (all edits of the pipeline, the tuned ones with their settings, the others with the median of
+        their domain) and the table of everything tried.
+    """
+    edits, tried = dict(bench.pipe.concept_edits), {}
+    for concept in tqdm(concepts, desc="Tuning"):
+        targets = in_other_words(target_pictures([concept], num_targets, first_seed))
+        retained = in_other_words(retention_pictures([concept], num_retained, first_seed + 1000))
+        rows = []
+        for num_features, multiplier in grid:
+            settings = {"num_features": num_features, "multiplier": multiplier}
+            row = bench.measure([concept], targets, retained, **settings)
+            rows.append({**settings, **row, "score": score(row)})
+            if rows[-1]["score"] >= enough:
+                break
+        best = max(rows, key=lambda row: row["score"])
+        tried[concept] = rows
+        edits[concept] = dataclasses.replace(
+            edits[concept], num_features=best["num_features"], multiplier=best["multiplier"]
+        )
+    for domain in (lab.OBJECTS, lab.STYLES):
+        chosen = sorted((-edits[name].multiplier, edits[name].num_features) for name in concepts if name in domain)
+        if chosen:
+            multiplier, num_features = chosen[len(chosen) // 2]
+            for name in domain:
+                if name in edits and name not in concepts:
+                    edits[name] = dataclasses.replace(edits[name], num_features=num_features, multiplier=-multiplier)
+    return ConceptEdits(edits.values()), tried

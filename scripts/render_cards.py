@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders model cards, and the tables of figures in the README, from `model_cards/` and the files in `results/`.
 
-A figure is only ever taken from a result file, by its path in the JSON. Run with `--check` to see whether anything is stale.
+A figure is only ever taken from a result file, by its path in the JSON. Run with `--check` to see whether anything is
+stale.
 """
 
 import argparse
@@ -47,13 +48,18 @@ def table(results, rows):
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
+def front_matter(data):
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True).strip()
+
+
 def render_all():
     """Every generated file with the text that it should have."""
     results = Results(ROOT / "results")
     template = (ROOT / "model_cards" / "template.md").read_text(encoding="utf-8")
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
+    options = {"keep_trailing_newline": True, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(undefined=StrictUndefined, **options)
     environment.filters["table"] = lambda rows: table(results, rows)
-    environment.filters["front_matter"] = lambda data: yaml.safe_dump(data, sort_keys=False, allow_unicode=True).strip()
+    environment.filters["front_matter"] = front_matter
     rendered = {}
     for path in sorted((ROOT / "model_cards").glob("*.yaml")):
         data = yaml.safe_load(path.read_text(encoding="utf-8"))

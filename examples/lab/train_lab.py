@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains EmojiCanvas, the project's small text-to-image model, from scratch: autoencoder, then U-Net and text encoder together."""
+"""
+Trains EmojiCanvas, the project's small text-to-image model, from scratch: autoencoder, then U-Net and text encoder
+together.
+"""
 
 import argparse
 import json
@@ -191,7 +194,8 @@ def train_vae(args, pictures, device):
     with torch.no_grad():
         latents = torch.cat([vae.encode(part.to(device)).latent_dist.mean for part in pictures.split(256)])
         mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
-        # Folding the statistics into the 1x1 convolutions around the latents makes `scaling_factor` 1 exact for every channel.
+        # Folding the statistics into the 1x1 convolutions around the latents makes `scaling_factor` 1 exact for every
+        # channel.
         quant, post = vae.quant_conv, vae.post_quant_conv
         quant.bias[:4] -= mean
         quant.weight[:4] /= std[:, None, None, None]
@@ -250,7 +254,8 @@ def train_unet(args, vae, pictures, objects, styles, device):
         index = torch.randint(len(latents), (batch_size,), generator=generator)
         form = torch.multinomial(weights, batch_size, replacement=True, generator=generator)
         noise = torch.randn((batch_size, *latents.shape[1:]), generator=generator).to(device)
-        # One timestep from each of `batch_size` equal ranges: the same expectation as uniform draws, with less variance.
+        # One timestep from each of `batch_size` equal ranges: the same expectation as uniform draws, with less
+        # variance.
         jitter = torch.rand(batch_size, generator=generator)
         timesteps = ((torch.arange(batch_size) + jitter) / batch_size * 1000).long().to(device)
         noisy = scheduler.add_noise(latents[index], noise, timesteps)

@@ -380,7 +380,8 @@ print(type(pipe).__name__, type(pipe).__module__, pipe.sae, "diffusers_ext" in s
 pipe.set_progress_bar_config(disable=True)
 pipe.load_sae(sys.argv[3])
 pipe.load_concepts(sys.argv[3])
-image = pipe("cat, neon style", unlearn=["cat"], num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="np")
+generator = torch.Generator().manual_seed(0)
+image = pipe("cat, neon style", unlearn=["cat"], num_inference_steps=2, generator=generator, output_type="np")
 print(float(image.images.sum()))
 """
 

@@ -19,7 +19,8 @@ CAPTIONS = (
 
 def demo(output, seed=0, quiet=False):
     """
-    Draws one PNG: pictures of the unedited model, without an object, without a style, without both, and where the object fires.
+    Draws one PNG: pictures of the unedited model, without an object, without a style, without both, and where the
+    object fires.
 
     Args:
         output (`Path`):

@@ -10,15 +10,18 @@ from tqdm.auto import tqdm
 
 from diffusers_ext import lab
 from diffusers_ext.lab.generation import generate
-from diffusers_ext.lab.results import environment, write_result
+from diffusers_ext.lab.results import write_result
 
 
-# Figures are taken on these concepts: twelve objects of every kind (animals, fruit, vehicles, things) and all eight styles.
+# Figures are taken on these concepts: twelve objects of every kind (animals, fruit, vehicles, things) and all eight
+# styles.
 OBJECTS = (
-    "cat", "owl", "penguin", "snail", "red apple", "pineapple", "sunflower", "automobile", "rocket", "guitar", "house", "umbrella",
+    "cat", "owl", "penguin", "snail", "red apple", "pineapple", "sunflower", "automobile", "rocket", "guitar", "house",
+    "umbrella",
 )  # fmt: skip
 TRIPLES = (("cat", "rocket", "neon"), ("red apple", "guitar", "blueprint"), ("owl", "automobile", "umbrella"))
-# Parameters were chosen with other seeds and in other words (`tune_saeuron`): a figure never sees the pictures of the choice.
+# Parameters were chosen with other seeds and in other words (`tune_saeuron`): a figure never sees the pictures of the
+# choice.
 FIRST_SEED = 100_000
 
 
@@ -89,9 +92,10 @@ class Bench:
         Unlearning and retention of `concepts` with the settings `unlearn`.
 
         Returns:
-            `dict`: `ua`: share of target pictures in which the oracle no longer sees the concept. `in_domain`, `cross_domain`:
-            accuracy on retained pictures in the concept's own domain (objects for an object) and in the other one, divided by
-            the unedited model's on the same prompts and seeds. Concepts of both domains: `in_domain` is the object accuracy.
+            `dict`: `ua`: share of target pictures in which the oracle no longer sees the concept. `in_domain`,
+            `cross_domain`: accuracy on retained pictures in the concept's own domain (objects for an object) and in
+            the other one, divided by the unedited model's on the same prompts and seeds. Concepts of both domains:
+            `in_domain` is the object accuracy.
         """
         self.pipe.unlearn(list(concepts), **unlearn)
         try:
@@ -205,7 +209,9 @@ def by_domain(rows):
 
 
 def draw_table(bench, first_seed, concepts):
-    """Pictures before and after: a row for the unedited model and one per unlearned concept, one column per caption."""
+    """
+    Pictures before and after: a row for the unedited model and one per unlearned concept, one column per caption.
+    """
     shown = [c for c in ("cat", "red apple", "rocket", "neon", "mosaic") if c in concepts]
     captions = [
         ("cat", "sticker"),

@@ -13,7 +13,7 @@ from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer, CLIPV
 from .concepts_saeuron import ConceptEdit, ConceptEdits
 from .convert_saeuron import detect_format  # noqa: F401  diffusers copies only the helpers that this file names
 from .heatmaps_saeuron import concept_heatmap
-from .hooks_saeuron import SAeUronConfig, apply_saeuron, applied_names, remove_saeuron
+from .hooks_saeuron import SAeUronConfig, applied_names, apply_saeuron, remove_saeuron
 from .modeling_saeuron import SparseAutoencoder
 
 

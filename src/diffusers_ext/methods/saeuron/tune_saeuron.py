@@ -51,8 +51,8 @@ def tune(bench, concepts, grid=GRID, num_targets=8, num_retained=24, first_seed=
             Score at which no stronger setting is tried any more.
 
     Returns:
-        `tuple` of [`ConceptEdits`] (all edits of the pipeline, the tuned ones with their settings, the others with the median of
-        their domain) and the table of everything tried.
+        `tuple` of [`ConceptEdits`] (all edits of the pipeline, the tuned ones with their settings, the others with
+        the median of their domain) and the table of everything tried.
     """
     edits, tried = dict(bench.pipe.concept_edits), {}
     for concept in tqdm(concepts, desc="Tuning"):

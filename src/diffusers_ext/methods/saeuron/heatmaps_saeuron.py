@@ -45,8 +45,7 @@ def concept_heatmap(pipe, sae, edit, prompt, num_features=None, denoiser=None, p
     >>> pipe = lab.load_pipeline()
     >>> sae = SparseAutoencoder.from_pretrained(lab.saeuron_folder())
     >>> edit = ConceptEdits.from_pretrained(lab.saeuron_folder())["cat"]
-    >>> heat, images = concept_heatmap(pipe, sae, edit, "cat, sticker style", num_inference_steps=20,
-    guidance_scale=4.0)
+    >>> heat, images = concept_heatmap(pipe, sae, edit, "cat, sticker style", num_inference_steps=20)
     >>> heat.shape[0]
     1
     ```

@@ -476,6 +476,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match="'neon' is not unlearned at present"):
             pipe.set_concept_strength("neon", 1.0)
 
+    @pytest.mark.parametrize("target", ["cond", "uncond"])
+    def test_one_half_of_the_batch_without_guidance(self, pipe, target):
+        pipe.unlearn("cat", apply_to=target)
+        # Two pictures would pass for the two halves.
+        with pytest.raises(ValueError, match="needs classifier-free guidance but `guidance_scale` is 1.0"):
+            draw(pipe, seeds=(0, 1), guidance_scale=1.0)
+        assert pipe.unlearned_concepts == {"cat": 1.0}
+
     def test_statistics_of_no_prompts(self, pipe, sae):
         with pytest.raises(ValueError, match="it is empty"):
             collect_statistics(pipe, sae, {})

@@ -19,6 +19,11 @@ ACTIVATIONS = ("topk", "batch_topk", "sample_topk", "relu", "jumprelu")
 INPUT_NORMS = ("none", "unit", "constant_norm")
 LAYOUTS = ("nchw", "bnd")
 SIGNALS = ("output", "diff", "input")
+# What `DiffusionPipeline.from_pretrained` hands to every component; an autoencoder is one file, read in one go.
+PIPELINE_LOADER_OPTIONS = (
+    "device_map", "disable_mmap", "low_cpu_mem_usage", "max_memory", "offload_folder", "offload_state_dict",
+    "quantization_config", "use_flashpack", "use_safetensors", "variant",
+)  # fmt: skip
 
 
 @dataclass
@@ -59,9 +64,9 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
     r"""
     A sparse autoencoder of the activations of one block of a denoiser.
 
-    [SAeUron](https://huggingface.co/papers/2501.18052), section 4.1: `h = (x - b_dec) W_enc^T + b_enc`, `a = relu(h)`, `z` keeps the
-    `k` largest entries of `a`, `x_hat = z W_dec + b_dec`. One class reads the checkpoints of SAeUron and EleutherAI sparsify, SAELens,
-    dictionary_learning and sdxl-unbox, see [`~SparseAutoencoder.from_pretrained`].
+    [SAeUron](https://huggingface.co/papers/2501.18052), section 4.1: `h = (x - b_dec) W_enc^T + b_enc`, `a = relu(h)`,
+    `z` keeps the `k` largest entries of `a`, `x_hat = z W_dec + b_dec`. One class reads the checkpoints of SAeUron and
+    EleutherAI sparsify, SAELens, dictionary_learning and sdxl-unbox, see [`~SparseAutoencoder.from_pretrained`].
 
     Args:
         d_in (`int`):
@@ -71,26 +76,28 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
         expansion_factor (`int`, *optional*, defaults to 16):
             Latents per channel where `num_latents` is 0.
         k (`int`, *optional*, defaults to 32):
-            Latents kept per token by the top-k activations. More latents reconstruct better and are harder to interpret.
+            Latents kept per token by the top-k activations. More latents reconstruct better and are harder to
+            interpret.
         activation (`str`, *optional*, defaults to `"topk"`):
-            `"topk"` (k per token), `"batch_topk"` (k times tokens over the batch), `"sample_topk"` (k over all tokens of a sample),
-            `"relu"` or `"jumprelu"` (above `threshold`). The batch and sample modes act in training only: at inference they
-            keep k per token, as the official loader does.
+            `"topk"` (k per token), `"batch_topk"` (k times tokens over the batch), `"sample_topk"` (k over all tokens
+            of a sample), `"relu"` or `"jumprelu"` (above `threshold`). The batch and sample modes act in training
+            only: at inference they keep k per token, as the official loader does.
         apply_b_dec_to_input (`bool`, *optional*, defaults to `True`):
             Whether `b_dec` is subtracted from the input.
         input_norm (`str`, *optional*, defaults to `"none"`):
-            `"unit"` (centre, divide by the unbiased deviation + 1e-5; SAELens calls it layer_norm) or `"constant_norm"` (norm
-            sqrt(d_in)). Undone on the way out.
+            `"unit"` (centre, divide by the unbiased deviation + 1e-5; SAELens calls it layer_norm) or
+            `"constant_norm"` (norm sqrt(d_in)). Undone on the way out.
         relu_before_topk (`bool`, *optional*, defaults to `True`):
             Whether the top-k is taken after the ReLU, as SAeUron does, or before it, as SAELens and sdxl-unbox do.
         rescale_by_decoder_norm (`bool`, *optional*, defaults to `False`):
-            Whether latents are multiplied by the norm of their decoder row before the selection, and divided by it in `decode`.
+            Whether latents are multiplied by the norm of their decoder row before the selection, and divided by it in
+            `decode`.
         skip_connection (`bool`, *optional*, defaults to `False`):
             Whether the reconstruction gains `x W_skip^T` (sparsify).
         hook (`dict`, *optional*):
-            Where the activations come from: `base_model`, `module` (path inside the denoiser), `layout` (`"nchw"` or `"bnd"`),
-            `output_index` (which of several outputs), `signal` (`"output"`, `"diff"` = output - input, `"input"`), `token_slice`
-            (`[start, stop]` of a token sequence).
+            Where the activations come from: `base_model`, `module` (path inside the denoiser), `layout` (`"nchw"` or
+            `"bnd"`), `output_index` (which of several outputs), `signal` (`"output"`, `"diff"` = output - input,
+            `"input"`), `token_slice` (`[start, stop]` of a token sequence).
 
     Raises:
         ValueError: on sizes that are not positive, `k` larger than the number of latents, or unknown names.
@@ -176,7 +183,8 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
 
     def pre_activations(self, x):
         """
-        `h` of the class docstring (times the decoder norms where `rescale_by_decoder_norm`), before ReLU and selection.
+        `h` of the class docstring (times the decoder norms where `rescale_by_decoder_norm`), before ReLU and
+        selection.
 
         Args:
             x (`torch.Tensor` of shape `(..., d_in)`): normalised tokens, see `normalize_input`.
@@ -195,7 +203,8 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
 
         Args:
             x (`torch.Tensor` of shape `(..., d_in)`):
-                Tokens; for `"sample_topk"` in training the first axis counts samples unless `num_samples` says otherwise.
+                Tokens; for `"sample_topk"` in training the first axis counts samples unless `num_samples` says
+                otherwise.
             k (`int`, *optional*):
                 Latents per token instead of the configured `k`.
             num_samples (`int`, *optional*):
@@ -222,8 +231,8 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
         The selected entries of pre-activations `h` of shape `(..., num_latents)`, for the top-k activations.
 
         Returns:
-            `tuple` of values and indices: per token `(..., k)`; in training, over the whole batch or per sample where the
-            activation says so, one row per group with indices into the flattened group.
+            `tuple` of values and indices: per token `(..., k)`; in training, over the whole batch or per sample where
+            the activation says so, one row per group with indices into the flattened group.
         """
         k = k or self.config.k
         a = F.relu(h) if self.config.relu_before_topk else h
@@ -281,8 +290,9 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
         r"""
         Loads an autoencoder from a folder or a Hub repository, whichever of the known formats it has.
 
-        Read are: a folder of `save_pretrained`; SAeUron and sparsify (`cfg.json`, `sae.safetensors`); SAELens (`cfg.json`,
-        `sae_weights.safetensors`); dictionary_learning (`config.json`, `ae.pt`); sdxl-unbox (`config.json`, `state_dict.pth`).
+        Read are: a folder of `save_pretrained`; SAeUron and sparsify (`cfg.json`, `sae.safetensors`); SAELens
+        (`cfg.json`, `sae_weights.safetensors`); dictionary_learning (`config.json`, `ae.pt`); sdxl-unbox
+        (`config.json`, `state_dict.pth`).
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`):
@@ -292,16 +302,19 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
             dtype (`torch.dtype`, *optional*):
                 Dtype of the weights; float32 by default.
             kwargs:
-                `revision`, `token`, `cache_dir`, `local_files_only`, `force_download` of huggingface_hub; for foreign formats also
-                `hook`, which they do not carry.
+                `revision`, `token`, `cache_dir`, `local_files_only`, `force_download` of huggingface_hub; for foreign
+                formats also `hook`, which they do not carry.
 
         Raises:
             FileNotFoundError: when no known set of files is there.
-            ValueError: on missing or unexpected keys, wrong shapes, weights that are not finite, or a variant of a foreign format
+            ValueError: on missing or unexpected keys, wrong shapes, weights that are not finite, or a variant of a
+            foreign format
                 that this class does not compute.
         """
         hook = kwargs.pop("hook", None)
         output_loading_info = kwargs.pop("output_loading_info", False)
+        dtype = kwargs.pop("torch_dtype", None) or dtype
+        kwargs = {name: value for name, value in kwargs.items() if name not in PIPELINE_LOADER_OPTIONS}
         folder, kind = detect_format(pretrained_model_name_or_path, subfolder, **kwargs)
         checkpoint = read_checkpoint(folder, kind)
         config = {**checkpoint.config, **({"hook": hook} if hook else {})}
@@ -337,12 +350,17 @@ def _load_strictly(model, state_dict, source):
     expected = model.state_dict()
     missing, unexpected = sorted(set(expected) - set(state_dict)), sorted(set(state_dict) - set(expected))
     if missing or unexpected:
-        raise ValueError(f"The weights in {source} do not fit their config: missing {missing}, unexpected {unexpected}.")
+        raise ValueError(
+            f"The weights in {source} do not fit their config: missing {missing}, unexpected {unexpected}."
+        )
     for name, tensor in state_dict.items():
         if tensor.shape != expected[name].shape:
             raise ValueError(
-                f"`{name}` in {source} has shape {tuple(tensor.shape)} but the config asks for {tuple(expected[name].shape)}."
+                f"`{name}` in {source} has shape {tuple(tensor.shape)} but the config asks for "
+                f"{tuple(expected[name].shape)}."
             )
         if not torch.isfinite(tensor).all():
-            raise ValueError(f"`{name}` in {source} has values that are not finite: the file is damaged or training diverged.")
+            raise ValueError(
+                f"`{name}` in {source} has values that are not finite: the file is damaged or training diverged."
+            )
     model.load_state_dict(state_dict)

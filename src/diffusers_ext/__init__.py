@@ -5,7 +5,6 @@ Importing this package loads neither torch nor diffusers; every public name is i
 """
 
 import importlib
-from typing import TYPE_CHECKING
 
 
 __version__ = "0.1.0.dev0"
@@ -31,6 +30,8 @@ _MODULE_OF = {
 
 __all__ = sorted([*_MODULE_OF, "lab"])
 
+# Type checkers take any variable of this name for true; importing it from typing would double the cost of the package.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import lab as lab
     from .loading import load_component as load_component

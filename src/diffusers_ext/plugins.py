@@ -113,6 +113,9 @@ def find(group, name):
     if name in plugins:
         return plugins[name]
     distribution, separator, bare = name.partition(":")
+    qualified = f"{_normalise(distribution)}:{bare}"
+    if qualified in plugins:
+        return plugins[qualified]
     if separator and bare in plugins and plugins[bare].distribution == _normalise(distribution):
         return plugins[bare]
     raise ValueError(unknown_name(group.partition(".")[2].rstrip("s"), name, plugins))

@@ -176,6 +176,7 @@ def build_dataset(output_dir, size=64, packages=None):
             objects.append(name)
             styles.append(style)
             sets.append(emoji_set)
+    output_dir.mkdir(parents=True, exist_ok=True)
     path = output_dir / f"emoji_canvas_{size}.npz"
     aside = path.with_suffix(".partial")
     with open(aside, "wb") as file:

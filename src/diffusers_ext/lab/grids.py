@@ -52,18 +52,21 @@ def image_grid(images, columns, row_labels=None, column_labels=None, title=None,
     left = max((box(label)[0] for label in row_labels), default=0) + 12 if row_labels else gap
     title_height = box(title)[1] + 14 if title else 0
     top = title_height + (max(box(label)[1] for label in column_labels) + 12 if column_labels else gap)
-    canvas = Image.new("RGB", (left + columns * (width + gap), top + rows * (height + gap)), "white")
+    # A column is as wide as its caption, the whole as its title: neither is cut off nor runs into its neighbour.
+    cell = max([width, *(box(label)[0] for label in column_labels or ())])
+    total = max(left + columns * (cell + gap), box(title)[0] + 2 * gap if title else 0)
+    canvas = Image.new("RGB", (total, top + rows * (height + gap)), "white")
     draw = ImageDraw.Draw(canvas)
     if title:
         draw.text((gap, 6), title, fill="black", font=font)
     for c, label in enumerate(column_labels or ()):
-        x = left + c * (width + gap) + width // 2
+        x = left + c * (cell + gap) + cell // 2
         draw.multiline_text((x, top - 6), label, fill="black", font=font, anchor="md", align="center")
     for r, label in enumerate(row_labels or ()):
         y = top + r * (height + gap) + height // 2
         draw.multiline_text((6, y), label, fill="black", font=font, anchor="lm")
     for i, picture in enumerate(pictures):
         if picture is not None:
-            place = left + i % columns * (width + gap), top + i // columns * (height + gap)
-            canvas.paste(picture.convert("RGB").resize((width, height), Image.Resampling.NEAREST), place)
+            x, y = left + i % columns * (cell + gap) + (cell - width) // 2, top + i // columns * (height + gap)
+            canvas.paste(picture.convert("RGB").resize((width, height), Image.Resampling.NEAREST), (x, y))
     return canvas

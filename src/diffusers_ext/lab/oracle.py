@@ -107,7 +107,7 @@ class Oracle(ModelMixin, ConfigMixin):
             [`OracleOutput`]
 
         Raises:
-            ValueError: on another shape, no picture at all, or values that are not finite.
+            ValueError: on another shape, no picture at all, or values that are not finite or outside [0, 1].
         """
         pictures = to_tensor(images).to(self.device, self.dtype)
         logits = [self(part * 2 - 1) for part in pictures.split(batch_size)]
@@ -128,10 +128,16 @@ def to_tensor(images, size=64):
         tensors = [torch.from_numpy(np.array(array)).permute(2, 0, 1)[None] for array in arrays]
         tensors = [tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor.float() for tensor in tensors]
         images = torch.cat([_resize(tensor, size) for tensor in tensors])
-    if images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f"`images` has to have shape (N, 3, height, width) but has {tuple(images.shape)}.")
+    if images.ndim != 4 or images.shape[1] != 3 or not len(images):
+        raise ValueError(
+            "`images` has to hold at least one picture, shape (N, 3, height, width) but has "
+            f"{tuple(images.shape)}."
+        )
     if not torch.isfinite(images).all():
         raise ValueError("`images` has values that are not finite: the pipeline produced NaN.")
+    low, high = images.min().item(), images.max().item()
+    if low < -1e-3 or high > 1 + 1e-3:
+        raise ValueError(f"`images` has to lie in [0, 1] when it is not uint8 but spans [{low:.3g}, {high:.3g}].")
     return _resize(images.float(), size)
 
 

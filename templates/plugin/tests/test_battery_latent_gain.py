@@ -8,14 +8,17 @@ from diffusers_ext.testing import HookContract, PipelineContract
 
 
 class TestLatentGainHook(HookContract):
-    def apply(self, unet):
-        apply_latent_gain(unet, LatentGainConfig(gain=2.0))
+    def apply(self, model):
+        apply_latent_gain(model, LatentGainConfig(gain=2.0))
 
-    def apply_neutral(self, unet):
-        apply_latent_gain(unet, LatentGainConfig(gain=1.0))
+    def apply_neutral(self, model):
+        apply_latent_gain(model, LatentGainConfig(gain=1.0))
 
-    def remove(self, unet):
-        remove_latent_gain(unet)
+    def apply_invalid(self, model):
+        apply_latent_gain(model, LatentGainConfig(block="no_such_block"))
+
+    def remove(self, model):
+        remove_latent_gain(model)
 
 
 class TestLatentGainPipeline(PipelineContract):

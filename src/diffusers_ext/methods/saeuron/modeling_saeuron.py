@@ -98,6 +98,8 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
             Where the activations come from: `base_model`, `module` (path inside the denoiser), `layout` (`"nchw"` or
             `"bnd"`), `output_index` (which of several outputs), `signal` (`"output"`, `"diff"` = output - input,
             `"input"`), `token_slice` (`[start, stop]` of a token sequence).
+        fingerprint (`str`, *optional*):
+            What [`~SparseAutoencoder.fingerprint`] was before the weights were cast to bfloat16; not set by hand.
 
     Raises:
         ValueError: on sizes that are not positive, `k` larger than the number of latents, or unknown names.
@@ -129,6 +131,7 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
         rescale_by_decoder_norm: bool = False,
         skip_connection: bool = False,
         hook: dict | None = None,
+        fingerprint: str | None = None,
     ):
         super().__init__()
         if d_in < 1 or num_latents < 0 or expansion_factor < 1:
@@ -279,11 +282,27 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
 
     def fingerprint(self):
         """Sixteen hexadecimal digits that change with the weights: what a saved edit says it was made for."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.state_dict().items()):
-            # Half precision, so that an autoencoder is recognised whatever dtype it is loaded in.
-            digest.update(name.encode() + tensor.detach().cpu().half().contiguous().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return self.config.fingerprint or _digest(self.state_dict())
+
+    def _apply(self, fn, recurse=True):
+        before = self.state_dict()
+        super()._apply(fn, recurse)
+        # bfloat16 rounds away what tells autoencoders apart, so it is written down before.
+        if self.dtype == torch.bfloat16 and before["W_dec"].dtype != torch.bfloat16:
+            self.register_to_config(fingerprint=self.config.fingerprint or _digest(before))
+        return self
+
+    def save_pretrained(self, save_directory, **kwargs):
+        """
+        As every model of diffusers, but always in one file without a variant in its name, which is what is read back.
+
+        Args:
+            save_directory (`str` or `os.PathLike`):
+                Receives `config.json` and `diffusion_pytorch_model.safetensors`.
+            kwargs:
+                Those of `ModelMixin.save_pretrained`; `variant` and `max_shard_size` have no say.
+        """
+        super().save_pretrained(save_directory, **{**kwargs, "variant": None, "max_shard_size": "1TB"})
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, subfolder=None, dtype=None, **kwargs):
@@ -344,6 +363,14 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
         """
         export_checkpoint(Path(folder), format, dict(self.config), self.num_latents, self.state_dict())
         return Path(folder)
+
+
+def _digest(state_dict):
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state_dict.items()):
+        # Half precision, so that an autoencoder is recognised whether it is loaded in it or not.
+        digest.update(name.encode() + tensor.detach().cpu().half().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _load_strictly(model, state_dict, source):

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Every registered method in the battery: one class per contract and method. What is registered without a row fails
+`test_every_method_has_its_rows` or `test_every_registered_object_has_its_row`.
+"""
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, ModelMixin
+
+from diffusers_ext import (
+    ConceptEdit,
+    ConceptEdits,
+    SAeUronConfig,
+    SAeUronStableDiffusionPipeline,
+    SparseAutoencoder,
+    apply_saeuron,
+    list_methods,
+    plugins,
+    remove_saeuron,
+)
+from diffusers_ext.testing import (
+    TIMESTEPS,
+    HookContract,
+    ModelContract,
+    PipelineContract,
+    flux_inputs,
+    tiny_flux_transformer,
+    tiny_stable_diffusion,
+)
+
+
+def tiny_sae(**kwargs):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        settings = {"d_in": 32, "expansion_factor": 4, "k": 16, "hook": {"module": "up_blocks.0.attentions.1"}}
+        return SparseAutoencoder(**{**settings, **kwargs}).eval()
+
+
+def tiny_edit(sae):
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.stack([torch.randperm(sae.num_latents, generator=generator)[:40] for _ in TIMESTEPS]).int()
+    mean = torch.ones(indices.shape)
+    sizes = {"num_latents": sae.num_latents, "sae": sae.fingerprint()}
+    return ConceptEdit("cat", torch.tensor(TIMESTEPS), indices, mean, mean * 0, multiplier=-4.0, **sizes)
+
+
+class TestSAeUronHook(HookContract):
+    method = "saeuron"
+    sae_settings = {}
+
+    def _apply(self, model, strength=1.0, **settings):
+        sae = tiny_sae(**self.sae_settings, **settings)
+        apply_saeuron(model, sae, SAeUronConfig(edits=[tiny_edit(sae)], strength=strength))
+
+    def apply(self, model):
+        self._apply(model)
+
+    def apply_neutral(self, model):
+        self._apply(model, strength=0.0)
+
+    def apply_invalid(self, model):
+        self._apply(model, hook={"module": "up_blocks.7"})
+
+    def remove(self, model):
+        remove_saeuron(model)
+
+
+class TestSAeUronHookOnFlux(TestSAeUronHook):
+    """The same on a transformer whose blocks return text and image tokens."""
+
+    sae_settings = {"hook": {"module": "transformer_blocks.1", "layout": "bnd", "output_index": 1}}
+
+    def make_model(self):
+        return tiny_flux_transformer()
+
+    def make_inputs(self, batch, timestep, generator):
+        return flux_inputs(batch, timestep, generator)
+
+    def apply_invalid(self, model):
+        sae = tiny_sae(hook={"module": "up_blocks.7"})
+        apply_saeuron(model, sae, SAeUronConfig(edits=[tiny_edit(sae)]))
+
+
+class TestSAeUronPipeline(PipelineContract):
+    method = "saeuron"
+    pipeline_class = SAeUronStableDiffusionPipeline
+    inputs = {"unlearn": ["cat"]}
+
+    def make_pipeline(self):
+        pipe = tiny_stable_diffusion(self.pipeline_class, sae=tiny_sae())
+        pipe.load_concepts(ConceptEdits([tiny_edit(pipe.sae)]))
+        return pipe
+
+    def after_loading(self, pipe, original):
+        pipe.load_concepts(original.concept_edits)
+
+
+class TestSparseAutoencoder(ModelContract):
+    method = "saeuron"
+
+    def make_model(self):
+        return SparseAutoencoder(d_in=16, expansion_factor=4, k=4)
+
+    def make_inputs(self):
+        return (torch.randn(10, 16, generator=torch.Generator().manual_seed(1)),)
+
+
+ROWS = [value for value in list(globals().values()) if isinstance(value, type) and hasattr(value, "method")]
+CONTRACT_OF = {"pipeline": PipelineContract, "hook": HookContract, "component": ModelContract}
+# Scripts and their trainers have a test folder of their own, tests/training.
+WITHOUT_CONTRACT = {"training"}
+
+
+def own_plugins(group):
+    return [plugin for plugin in plugins.discover(group).values() if plugin.distribution == plugins.OWN_DISTRIBUTION]
+
+
+@pytest.mark.parametrize("spec", list_methods(), ids=lambda spec: spec.name)
+def test_every_method_has_its_rows(spec):
+    if spec.distribution != plugins.OWN_DISTRIBUTION:
+        pytest.skip(f"{spec.distribution} runs the battery on itself")
+    for kind in set(spec.kinds) - WITHOUT_CONTRACT:
+        assert kind in CONTRACT_OF, f"{spec.name} is the first {kind}: give it a contract in diffusers_ext.testing"
+        assert any(row.method == spec.name and issubclass(row, CONTRACT_OF[kind]) for row in ROWS), kind
+
+
+def test_every_registered_object_has_its_row():
+    pipelines = {row.pipeline_class for row in ROWS if issubclass(row, PipelineContract)}
+    models = {type(row().make_model()) for row in ROWS if issubclass(row, ModelContract)}
+    for plugin in own_plugins("diffusers_ext.pipelines") + own_plugins("diffusers_ext.adapters"):
+        target = plugin.load()
+        if isinstance(target, type) and issubclass(target, DiffusionPipeline):
+            assert target in pipelines, plugin.target
+        elif isinstance(target, type) and issubclass(target, ModelMixin):
+            assert target in models, plugin.target
+
+
+def test_every_registered_pipeline_belongs_to_a_method():
+    registered = {plugin.target for plugin in own_plugins("diffusers_ext.pipelines")}
+    named = {spec.pipeline for spec in list_methods() if spec.distribution == plugins.OWN_DISTRIBUTION}
+    assert registered == named - {None}

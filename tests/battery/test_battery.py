@@ -1,7 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """
 Every registered method in the battery: one class per contract and method. What is registered without a row fails
-`test_every_method_has_its_rows` or `test_every_registered_object_has_its_row`.
+`test_every_method_has_its_rows` or `test_every_registered_object_has_its_row`. The plugin template is the second
+method: its own tests are these contracts, and `tests/core/test_plugin_template.py` runs them in a plugin made from it.
+
+What users of such tools keep hitting, and where it is tested (contracts are in `diffusers_ext.testing`):
+
+1. half-loaded weights: `ModelContract` (missing, unexpected and misshapen keys, values that are not finite, truncated
+   files); what is not the nearest known kind is refused: `test_modeling_saeuron.py`, `test_concepts_saeuron.py`;
+2. undo: `HookContract` (every bit, the user's processors and hooks, LoRA and offload in all orders of coming and
+   going, refused and repeated applications), `PipelineContract` (no trace after a call or an exception);
+3. the second call: `HookContract`, `PipelineContract` (other steps, size, batch and scheduler in between);
+4. a batch equals its single runs: `HookContract`, `PipelineContract` (several prompts and several images per prompt);
+5. base weights stay: `HookContract` (what is saved does not know of the method), `PipelineContract` (LoRA beside it);
+6. resume: `tests/training`;
+7. precision: half precision in all three contracts; values that are not finite: `test_compositions_saeuron.py`,
+   `test_hooks_saeuron.py`;
+8. a base that the artefact was not made for: `test_compositions_saeuron.py`;
+9. trust at every door, no fallback to pickles: `PipelineContract`, `ModelContract`, `test_doors.py`;
+10. schedulers, second-order ones too: `PipelineContract`; those that start mid-pair: `test_compositions_saeuron.py`.
 """
 
 import pytest

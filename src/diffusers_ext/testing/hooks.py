@@ -13,9 +13,9 @@ from .components import TIMESTEPS, tiny_stable_diffusion
 
 class HookContract:
     """
-    Tests of an `apply_<method>` / `remove_<method>` pair. Subclasses define `apply`, `apply_neutral`, `apply_invalid` and
-    `remove`; a fact that cannot hold for a method is taken out by name (`test_compiles_in_one_graph = None`), with the
-    reason beside it.
+    Tests of an `apply_<method>` / `remove_<method>` pair. Subclasses define `apply`, `apply_neutral`, `apply_invalid`
+    and `remove`; a fact that cannot hold for a method is taken out by name (`test_compiles_in_one_graph = None`), with
+    the reason beside it.
     """
 
     def make_model(self):

@@ -6,7 +6,13 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, EulerDiscreteScheduler, StableDiffusionPipeline
+from diffusers import (
+    DiffusionPipeline,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+    StableDiffusionPipeline,
+)
 from peft import LoraConfig, get_peft_model_state_dict
 
 from .components import tiny_stable_diffusion
@@ -14,8 +20,9 @@ from .components import tiny_stable_diffusion
 
 class PipelineContract:
     """
-    Tests of a pipeline that subclasses a stock one. Subclasses set `pipeline_class` and override what differs; a fact that
-    cannot hold for a method is taken out by name (`test_batch_equals_single_pictures = None`), with the reason beside it.
+    Tests of a pipeline that subclasses a stock one. Subclasses set `pipeline_class` and override what differs; a fact
+    that cannot hold for a method is taken out by name (`test_batch_equals_single_pictures = None`), with the reason
+    beside it.
 
     Attributes:
         pipeline_class: the class under test.
@@ -126,6 +133,15 @@ class PipelineContract:
         prompt, negative = pipe.encode_prompt("a cat", "cpu", 1, True, negative_prompt="dog")
         given = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
         assert (self.draw(pipe, None, **given) == self.draw(pipe, negative_prompt=["dog"])).all()
+
+    @pytest.mark.parametrize("scheduler", [EulerDiscreteScheduler, HeunDiscreteScheduler, DPMSolverMultistepScheduler])
+    def test_schedulers(self, pipe, stock, scheduler):
+        for each in (pipe, stock):
+            each.scheduler = scheduler.from_config(each.scheduler.config)
+        plain = self.draw_plain(pipe)
+        drawn = self.draw(pipe)
+        assert (plain == self.draw(stock, inputs={})).all()
+        assert np.isfinite(drawn).all() and not np.allclose(drawn, plain, atol=1e-4)
 
     def test_latents_equal_their_generator(self, pipe):
         generator = torch.Generator().manual_seed(0)

@@ -35,11 +35,19 @@ def parse_args(input_args=None):
     parser.add_argument(
         "--output_dir", required=True, help="Receives checkpoints and, at the end, the pipeline in `pipeline/`."
     )
+    parser.add_argument(
+        "--init_from",
+        default=None,
+        help="Pipeline folder to go on from instead of random weights; of its autoencoder only the decoder is trained",
+    )
+    parser.add_argument(
+        "--decoder_train_steps", type=int, default=600, help="Steps of the decoder with `--init_from`."
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vae_train_steps", type=int, default=2400)
     parser.add_argument("--vae_batch_size", type=int, default=16)
     parser.add_argument("--vae_learning_rate", type=float, default=1e-3)
-    parser.add_argument("--max_train_steps", type=int, default=5200, help="Steps of U-Net and text encoder.")
+    parser.add_argument("--max_train_steps", type=int, default=12000, help="Steps of U-Net and text encoder.")
     parser.add_argument("--train_batch_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--lr_warmup_steps", type=int, default=200)
@@ -192,7 +200,7 @@ def train_vae(args, pictures, device):
             save_aside({**state, "generator": generator.get_state()}, path)
     vae.eval()
     with torch.no_grad():
-        latents = torch.cat([vae.encode(part.to(device)).latent_dist.mean for part in pictures.split(256)])
+        latents = encode(vae, pictures, device)
         mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
         # Folding the statistics into the 1x1 convolutions around the latents makes `scaling_factor` 1 exact for every
         # channel.
@@ -210,6 +218,45 @@ def train_vae(args, pictures, device):
     return vae
 
 
+def train_decoder(args, vae, pictures, device):
+    """Fits the decoder to pictures that the autoencoder was not made for; latents stay what they are."""
+    path = Path(args.output_dir) / "decoder.pt"
+    trained = torch.nn.ModuleList([vae.post_quant_conv, vae.decoder])
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=args.vae_learning_rate, weight_decay=1e-3)
+    generator = torch.Generator().manual_seed(args.seed)
+    first_step = 0
+    if path.exists():
+        state = torch.load(path, map_location=device, weights_only=True)
+        trained.load_state_dict(state["decoder"])
+        optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["generator"].cpu())
+        first_step = state["step"]
+    latents = encode(vae, pictures, device)
+    vae.train()
+    for step in range(first_step, args.decoder_train_steps):
+        index = torch.randint(len(pictures), (args.vae_batch_size,), generator=generator)
+        y, x = torch.randint(0, 9, (2, args.vae_batch_size), generator=generator).tolist()
+        crops = list(zip(index, y, x))
+        batch = torch.stack([pictures[i, :, 4 * b : 4 * b + 32, 4 * a : 4 * a + 32] for i, b, a in crops]).to(device)
+        source = torch.stack([latents[i, :, b : b + 8, a : a + 8] for i, b, a in crops])
+        decoded = vae.decode(source).sample
+        # A crop lacks what lies beyond its border, which the decoder of a whole picture sees.
+        inner = (..., slice(4, -4), slice(4, -4))
+        loss = F.l1_loss(decoded[inner], batch[inner]) + 0.5 * edge_loss(decoded[inner], batch[inner])
+        for group in optimizer.param_groups:
+            group["lr"] = float(0.5 * args.vae_learning_rate * max(0.02, 1 - step / args.decoder_train_steps))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 50 == 0:
+            print(f"decoder step {step + 1} loss {loss.item():.4f} {time.strftime('%H:%M:%S')}", flush=True)
+        if (step + 1) % args.checkpointing_steps == 0 or step + 1 == args.decoder_train_steps:
+            state = {"decoder": trained.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            save_aside({**state, "generator": generator.get_state()}, path)
+    return vae.eval()
+
+
 def learning_rate(step, args):
     """Warm-up, a plateau over the first half, cosine to 2 % over the second."""
     if step < args.lr_warmup_steps:
@@ -218,12 +265,30 @@ def learning_rate(step, args):
     return args.learning_rate * max(0.02, 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def encode(vae, pictures, device):
+    """Latents of all pictures: the means, without noise."""
+    with torch.no_grad():
+        return torch.cat([vae.encode(part.to(device)).latent_dist.mean for part in pictures.split(128)])
+
+
+def initial_models(args):
+    """Tokenizer, text encoder and U-Net to start from."""
+    torch.manual_seed(args.seed)
+    if args.init_from is None:
+        tokenizer = build_tokenizer()
+        return tokenizer, build_text_encoder(tokenizer), build_unet()
+    return (
+        CLIPTokenizer.from_pretrained(args.init_from, subfolder="tokenizer"),
+        CLIPTextModel.from_pretrained(args.init_from, subfolder="text_encoder", dtype=torch.float32),
+        UNet2DConditionModel.from_pretrained(args.init_from, subfolder="unet", dtype=torch.float32),
+    )
+
+
 def train_unet(args, vae, pictures, objects, styles, device):
     """Trains U-Net and text encoder with the epsilon objective; returns the averaged weights as modules."""
     path = Path(args.output_dir) / "unet.pt"
-    torch.manual_seed(args.seed)
-    tokenizer = build_tokenizer()
-    text_encoder, unet = build_text_encoder(tokenizer).to(device), build_unet().to(device)
+    tokenizer, text_encoder, unet = initial_models(args)
+    text_encoder, unet = text_encoder.to(device), unet.to(device)
     scheduler = build_scheduler()
     parameters = [*unet.parameters(), *text_encoder.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=1e-2, betas=(0.9, 0.99), fused=True)
@@ -239,8 +304,7 @@ def train_unet(args, vae, pictures, objects, styles, device):
         generator.set_state(state["generator"].cpu())
         first_step = state["step"]
 
-    with torch.no_grad():
-        latents = torch.cat([vae.encode(part.to(device)).latent_dist.mean for part in pictures.split(256)])
+    latents = encode(vae, pictures, device)
 
     forms = [[form.format(object=o, style=s) for o, s in zip(objects, styles)] for form in CAPTION_FORMS]
     forms.append([""] * len(objects))
@@ -328,7 +392,11 @@ def main(args):
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     pictures, objects, styles = load_training_pictures(args.data)
     print(f"{len(pictures)} pictures on {device}", flush=True)
-    vae = train_vae(args, pictures, device)
+    if args.init_from is None:
+        vae = train_vae(args, pictures, device)
+    else:
+        vae = AutoencoderKL.from_pretrained(args.init_from, subfolder="vae", dtype=torch.float32).to(device).eval()
+        vae = train_decoder(args, vae, pictures, device)
     unet, text_encoder, tokenizer = train_unet(args, vae, pictures, objects, styles, device)
     save_pipeline(Path(args.output_dir) / "pipeline", vae, unet, text_encoder, tokenizer)
     print(f"The pipeline is in {Path(args.output_dir) / 'pipeline'}")

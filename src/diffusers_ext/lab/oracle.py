@@ -45,6 +45,10 @@ class _Residual(nn.Module):
         return F.relu(self.norm2(self.conv2(y)) + shortcut)
 
 
+def _pool(maps):
+    return torch.cat([maps.mean((2, 3)), maps.amax((2, 3))], 1)
+
+
 class Oracle(ModelMixin, ConfigMixin):
     r"""
     Classifies pictures of EmojiCanvas. Trained on drawings only: it has never seen a generated picture.
@@ -76,7 +80,7 @@ class Oracle(ModelMixin, ConfigMixin):
         stages = [_Residual(a, b, 2) for a, b in zip(channels[:-1], channels[1:])]
         self.stages = nn.Sequential(*stages)
         self.object_head = nn.Linear(2 * channels[-1], len(objects))
-        self.style_head = nn.Linear(2 * channels[-1], len(styles))
+        self.style_head = nn.Linear(2 * channels[1], len(styles))
 
     def features(self, x):
         """
@@ -86,13 +90,14 @@ class Oracle(ModelMixin, ConfigMixin):
         Returns:
             `torch.Tensor` of shape `(N, 2 * channels[-1])`: means and maxima of the last maps.
         """
-        x = self.stages(self.stem(x))
-        return torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1)
+        return _pool(self.stages(self.stem(x)))
 
     def forward(self, x):
         """Logits of objects `(N, 64)` and styles `(N, 8)` for pictures `(N, 3, 64, 64)` in [-1, 1]."""
-        features = self.features(x)
-        return self.object_head(F.dropout(features, 0.3, self.training)), self.style_head(features)
+        early = self.stages[0](self.stem(x))
+        features = _pool(self.stages[1:](early))
+        # A style is a matter of texture and colour, which early maps show best and deep ones have learnt to ignore.
+        return self.object_head(F.dropout(features, 0.3, self.training)), self.style_head(_pool(early))
 
     @torch.no_grad()
     def classify(self, images, batch_size=256):

@@ -39,7 +39,7 @@ def site(plugin, tmp_path_factory):
 def run_beside(site, *command):
     """Runs with the plugin installed, in an empty folder."""
     env = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(command, cwd=site.parent, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=site.parent, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -75,6 +75,5 @@ print(path, type(pipe).__name__)
 
 
 @pytest.mark.slow
-def test_its_own_tests_pass(plugin, site):
-    # The battery among them.
+def test_its_own_tests_pass_the_battery_among_them(plugin, site):
     run_beside(site, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", plugin / "tests")

@@ -38,7 +38,8 @@ class Denoiser(nn.Module):
 def random_edit(sae, name="concept", num_features=3, timesteps=STEPS, seed=0, multiplier=-2.0):
     generator = torch.Generator().manual_seed(seed)
     indices = torch.stack([torch.randperm(sae.num_latents, generator=generator)[:num_features] for _ in timesteps])
-    mean = torch.rand(indices.shape, generator=generator) + 0.5
+    # Exact in half precision, in which edits are applied.
+    mean = (torch.rand(indices.shape, generator=generator) + 0.5).half().float()
     gate = torch.zeros(indices.shape)
     sizes = {"num_latents": sae.num_latents, "sae": sae.fingerprint()}
     return ConceptEdit(name, torch.tensor(timesteps), indices.int(), mean, gate, multiplier, **sizes)
@@ -96,7 +97,9 @@ class TestGolden:
         rtol = 1e-3 if abs(settings["multiplier"]) >= 30 else 1e-4
         for step, timestep in enumerate(STEPS):
             output = denoiser(fixture["input"], timestep)
-            expected = fixture[f"{case}.out"][step] if error == "official" else fixture[f"{case}.out_exact.{step}"].float()
+            expected = (
+                fixture[f"{case}.out"][step] if error == "official" else fixture[f"{case}.out_exact.{step}"].float()
+            )
             torch.testing.assert_close(output, expected, atol=2e-5, rtol=rtol)
 
     def test_half_precision(self, golden, statistics):  # noqa: F811
@@ -157,8 +160,8 @@ class TestIntervention:
 
     def test_strength_moves_latents_part_of_the_way(self, sae, x):
         edit, denoiser = random_edit(sae), Denoiser()
-        apply_saeuron(denoiser, sae, SAeUronConfig(edits=[edit], strength=0.3))
-        torch.testing.assert_close(denoiser(x, 4), dense_reference(sae, edit, x, 0, strength=0.3).float())
+        apply_saeuron(denoiser, sae, SAeUronConfig(edits=[edit], strength=0.25))
+        torch.testing.assert_close(denoiser(x, 4), dense_reference(sae, edit, x, 0, strength=0.25).float())
 
     def test_change_is_linear_in_the_strength(self, sae, x):
         changes = []
@@ -210,7 +213,7 @@ class TestIntervention:
         assert not torch.equal(denoiser(x, 900), x) and torch.equal(denoiser(x, 100), x)
 
     def test_shared_latent_keeps_the_stronger_edit(self, sae, x):
-        weak, strong = random_edit(sae, "weak", multiplier=-0.5), random_edit(sae, "strong", multiplier=-5.0)
+        weak, strong = random_edit(sae, "weak", multiplier=-0.5), random_edit(sae, "strong", multiplier=-4.0)
         outputs = []
         for edits in ([weak, strong], [strong, weak], [strong]):
             denoiser = Denoiser()
@@ -237,10 +240,14 @@ class TestIntervention:
         expected = torch.where(touched, others[..., None, None], x)
         torch.testing.assert_close(output, expected)
 
-    @pytest.mark.parametrize("activation, norm", [("relu", "none"), ("jumprelu", "none"), ("topk", "unit"), ("topk", "constant_norm")])
+    @pytest.mark.parametrize(
+        "activation, norm", [("relu", "none"), ("jumprelu", "none"), ("topk", "unit"), ("topk", "constant_norm")]
+    )
     def test_other_activations_and_norms_change_only_selected_latents(self, x, activation, norm):
         torch.manual_seed(0)
-        sae = SparseAutoencoder(d_in=16, expansion_factor=4, k=8, activation=activation, input_norm=norm, hook=HOOK).eval()
+        sae = SparseAutoencoder(
+            d_in=16, expansion_factor=4, k=8, activation=activation, input_norm=norm, hook=HOOK
+        ).eval()
         if activation == "jumprelu":
             sae.threshold.data.fill_(0.5)
         edit, denoiser = random_edit(sae), Denoiser()
@@ -480,4 +487,3 @@ class TestBadInput:
     def test_config_with_something_else_than_edits(self):
         with pytest.raises(TypeError, match="holds a str"):
             SAeUronConfig(edits=["cat"])
-

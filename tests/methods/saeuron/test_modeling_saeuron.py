@@ -286,7 +286,9 @@ class TestBadInput:
         with pytest.raises(ValueError, match="refused rather than misread"):
             SparseAutoencoder.from_pretrained(tmp_path / "sae")
 
-    @pytest.mark.parametrize("change", [{"architecture": "gated"}, {"normalize_activations": "other"}, {"reshape_activations": "hook_z"}])
+    @pytest.mark.parametrize(
+        "change", [{"architecture": "gated"}, {"normalize_activations": "other"}, {"reshape_activations": "hook_z"}]
+    )
     def test_saelens_variants_that_are_not_computed(self, golden, tmp_path, change):
         source = golden("saeuron", "interop_expected").folder / "interop" / "saelens_topk"
         shutil.copytree(source, tmp_path / "sae")

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collects concept statistics with a trained autoencoder and saves the edit of every concept."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from diffusers import DiffusionPipeline
+
+from diffusers_ext import ConceptEdits, ConceptStatistics, SparseAutoencoder, collect_statistics, lab
+
+
+def parse_args(input_args=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sae", required=True, help="Folder or Hub id of the autoencoder.")
+    parser.add_argument("--output_dir", required=True, help="Receives concepts.safetensors and concepts.json.")
+    parser.add_argument("--pretrained_model_name_or_path", default=None, help="EmojiCanvas by default.")
+    parser.add_argument(
+        "--concepts_file",
+        default=None,
+        help="JSON: a list of groups, each an object from concept to prompts; concepts are scored against those of "
+        "their group. EmojiCanvas' objects and styles by default.",
+    )
+    parser.add_argument("--num_features", type=int, default=16, help="Latents per step that an edit holds.")
+    parser.add_argument("--multiplier", type=float, default=-4.0)
+    parser.add_argument("--num_inference_steps", type=int, default=20)
+    parser.add_argument("--guidance_scale", type=float, default=4.0)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save_statistics", action="store_true", help="Keep the statistics beside the edits.")
+    parser.add_argument("--num_threads", type=int, default=None)
+    return parser.parse_args(input_args)
+
+
+def lab_groups():
+    """The 512 captions, grouped by object and by style."""
+    objects = {name: [p.prompt for p in lab.prompts([name])] for name in lab.OBJECTS}
+    styles = {style: [p.prompt for p in lab.prompts(None, [style])] for style in lab.STYLES}
+    return [objects, styles]
+
+
+def statistics_of_group(args, pipe, sae, group, state):
+    """Statistics over all processes; each takes its share of every concept's prompts."""
+    share = {name: prompts[state.process_index :: state.num_processes] for name, prompts in group.items()}
+    share = {name: prompts for name, prompts in share.items() if prompts}
+    statistics = collect_statistics(
+        pipe,
+        sae,
+        share,
+        args.num_inference_steps,
+        args.guidance_scale,
+        seed=args.seed + 1_000_003 * state.process_index,
+        batch_size=args.batch_size,
+    )
+    if state.num_processes == 1:
+        return statistics
+    first, *others = gather_object([statistics])
+    merged = ConceptStatistics(first.timesteps, first.num_latents, first.sae, first.metadata)
+    for part in (first, *others):
+        merged.merge(part)
+    return merged
+
+
+def main(args):
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
+    state = PartialState()
+    groups = lab_groups() if args.concepts_file is None else json.loads(Path(args.concepts_file).read_text())
+    if not isinstance(groups, list) or not all(isinstance(group, dict) and group for group in groups):
+        raise ValueError(f"{args.concepts_file} has to hold a list of objects from concept to prompts.")
+    sae = SparseAutoencoder.from_pretrained(args.sae).to(state.device)
+    source = args.pretrained_model_name_or_path or lab.pipeline_folder()
+    pipe = DiffusionPipeline.from_pretrained(source, dtype=torch.float32).to(state.device)
+    edits = []
+    for number, group in enumerate(groups):
+        statistics = statistics_of_group(args, pipe, sae, group, state)
+        edits += [statistics.edit(name, args.num_features, multiplier=args.multiplier) for name in group]
+        if args.save_statistics and state.is_main_process:
+            statistics.save_pretrained(Path(args.output_dir) / f"statistics_{number}")
+    if state.is_main_process:
+        ConceptEdits(edits).save_pretrained(args.output_dir)
+        print(f"{len(edits)} edits are in {Path(args.output_dir).resolve()}")
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -110,7 +110,8 @@ def save_model_card(args, folder, metrics):
     description = f"""
 # Sparse autoencoders of {base}
 
-Trained with `train_saeuron.py` of diffusers_ext for {args.max_train_steps} steps of {args.train_batch_size} tokens, k = {args.k}.
+Trained with `train_saeuron.py` of diffusers_ext: {args.max_train_steps} steps of {args.train_batch_size} tokens,
+k = {args.k}.
 
 | block | explained variance | positive latents before selection | dead share |
 |---|---|---|---|

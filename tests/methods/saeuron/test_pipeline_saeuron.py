@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AutoPipelineForImage2Image,
     DDIMScheduler,
-    DPMSolverMultistepScheduler,
-    EulerDiscreteScheduler,
-    HeunDiscreteScheduler,
-    StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
@@ -260,116 +255,6 @@ class TestPipeline:
     def test_statistics_without_guidance_keep_every_sample(self, pipe, sae):
         statistics = collect_statistics(pipe, sae, {"cat": ["cat"] * 4}, 2, guidance_scale=1.0, batch_size=4)
         assert statistics.counts == {"cat": 4}
-
-
-class TestCompositions:
-    @pytest.mark.parametrize(
-        "scheduler",
-        [EulerDiscreteScheduler, HeunDiscreteScheduler, DPMSolverMultistepScheduler],
-        ids=lambda s: s.__name__,
-    )
-    def test_schedulers(self, pipe, stock, scheduler):
-        original = stock.scheduler
-        pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
-        stock.scheduler = scheduler.from_config(original.config)
-        try:
-            plain = draw(stock)
-        finally:
-            stock.scheduler = original
-        pipe.unlearn("cat")
-        edited = draw(pipe)
-        assert np.isfinite(edited).all() and not np.allclose(edited, plain, atol=1e-3)
-        pipe.clear_unlearning()
-        assert (draw(pipe) == plain).all()
-
-    @pytest.mark.parametrize(
-        "settings", [{"guidance_scale": 1.0}, {"height": 32, "width": 96}, {"num_inference_steps": 7}]
-    )
-    @pytest.mark.parametrize("count", [1, 3])
-    def test_guidance_off_other_sizes_and_step_counts(self, pipe, stock, settings, count):
-        plain = draw(stock, seeds=range(count), **settings)
-        edited = draw(pipe, seeds=range(count), unlearn=["cat"], **settings)
-        assert edited.shape == plain.shape and np.isfinite(edited).all() and not np.allclose(edited, plain, atol=1e-3)
-
-    @pytest.mark.parametrize(
-        "scheduler", [HeunDiscreteScheduler, DPMSolverMultistepScheduler], ids=lambda s: s.__name__
-    )
-    def test_image_to_image_that_starts_within_the_schedule(self, pipe, scheduler):
-        image = draw(pipe)
-        other = AutoPipelineForImage2Image.from_pipe(StableDiffusionPipeline.from_pipe(pipe))
-        assert isinstance(other, StableDiffusionImg2ImgPipeline) and other.unet is pipe.unet
-        other.set_progress_bar_config(disable=True)
-        other.scheduler = scheduler.from_config(other.scheduler.config)
-        settings = {"image": image, "strength": 0.6, "num_inference_steps": 5, "output_type": "np"}
-        plain = other("cat", generator=torch.Generator().manual_seed(0), **settings).images
-        pipe.unlearn("cat")
-        edited = other("cat", generator=torch.Generator().manual_seed(0), **settings).images
-        assert np.isfinite(edited).all() and not np.allclose(edited, plain, atol=1e-3)
-
-    @pytest.mark.parametrize("lora_first", [True, False])
-    def test_lora_beside_it_in_either_order(self, pipe, stock, lora_first):
-        def add_lora():
-            torch.manual_seed(0)
-            config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
-            pipe.unet.add_adapter(config, "style")
-
-        if not lora_first:
-            pipe.unlearn("cat")
-        add_lora()
-        if lora_first:
-            wearing = draw(pipe)
-            pipe.unlearn("cat")
-            assert not np.allclose(draw(pipe), wearing, atol=1e-3)
-            pipe.clear_unlearning()
-            assert (draw(pipe) == wearing).all()
-        else:
-            both = draw(pipe)
-            pipe.unet.disable_adapters()
-            assert not np.allclose(draw(pipe), both, atol=1e-3)
-            pipe.clear_unlearning()
-        pipe.unet.delete_adapters("style")
-        assert (draw(pipe) == draw(stock)).all()
-
-    def test_group_offload(self, pipe):
-        expected = draw(pipe, unlearn=["cat"])
-        pipe.unlearn("cat")
-        pipe.unet.enable_group_offload(torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level")
-        assert (draw(pipe) == expected).all()
-
-    def test_layerwise_casting(self, pipe):
-        pipe.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-        plain = draw(pipe)
-        edited = draw(pipe, unlearn=["cat"])
-        assert np.isfinite(edited).all() and not np.allclose(edited, plain, atol=1e-3)
-        assert (draw(pipe) == plain).all()
-
-    def test_bfloat16(self, sae, edits):
-        pipe = lab.load_pipeline(SAeUronStableDiffusionPipeline, dtype=torch.bfloat16)
-        pipe.set_progress_bar_config(disable=True)
-        pipe.load_sae(sae), pipe.load_concepts(edits)
-        assert np.isfinite(draw(pipe, unlearn=["cat"], num_inference_steps=1)).all()
-
-    def test_two_autoencoders_on_different_blocks(self, pipe, stock, edits):
-        torch.manual_seed(1)
-        other = SparseAutoencoder(
-            d_in=96, expansion_factor=4, k=16, hook={"module": "up_blocks.1.attentions.0"}
-        ).eval()
-        edit = random_edit(other, "pixel", 40, (961.0, 1.0), 3, -3.0)
-        pipe.unlearn("cat")
-        one = draw(pipe)
-        apply_saeuron(pipe.unet, other, SAeUronConfig(edits=[edit]), name="second")
-        assert not np.allclose(draw(pipe), one, atol=1e-3)
-        pipe.clear_unlearning()
-        remove_saeuron(pipe.unet, "second")
-        assert (draw(pipe) == draw(stock)).all()
-
-    @pytest.mark.slow
-    def test_compiled_repeated_blocks(self, pipe):
-        expected = draw(pipe, unlearn=["cat"])
-        torch._dynamo.reset()
-        pipe.unet.compile_repeated_blocks(fullgraph=True, backend="eager")
-        np.testing.assert_allclose(draw(pipe, unlearn=["cat"]), expected, atol=2e-3)
-        torch._dynamo.reset()
 
 
 DOOR = """

@@ -41,7 +41,7 @@ def parse_args(input_args=None):
         default=[emoji_set.name for emoji_set in EMOJI_SETS],
         help="Emoji sets to leave out; finished ones are read from their checkpoints, so they can be done one by one.",
     )
-    parser.add_argument("--max_train_steps", type=int, default=1600)
+    parser.add_argument("--max_train_steps", type=int, default=1000)
     parser.add_argument("--train_batch_size", type=int, default=64)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--weight_decay", type=float, default=0.05)
@@ -154,7 +154,7 @@ def train(args, pictures, objects, keep, path):
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        if step % 250 == 0:
+        if step % 50 == 0:
             accuracy = (object_logits.argmax(1) == labels[drawing]).float().mean()
             print(
                 f"{path.stem} step {step} loss {loss.item():.3f} objects {accuracy:.2f} {time.time() - started:.0f} s",
@@ -213,6 +213,7 @@ def main(args):
         oracle = train(args, pictures, objects, ~held_out, output_dir / f"fold_{name}.pt")
         folds[name] = {"drawings": int(held_out.sum()), "styles": measure(oracle, pictures, objects, held_out)}
         print(name, json.dumps(folds[name]), flush=True)
+        oracle.half().save_pretrained(output_dir / f"oracle_without_{name}")
     settings = {name: getattr(args, name) for name in ("max_train_steps", "train_batch_size", "learning_rate", "seed")}
     result = {**summarise(folds), "folds": folds, "settings": settings}
     print(f"Results: {write_result(output_dir / 'oracle_cross_validation.json', result)}")

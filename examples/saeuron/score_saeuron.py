@@ -35,49 +35,64 @@ def parse_args(input_args=None):
     return parser.parse_args(input_args)
 
 
-def lab_groups():
-    """The 512 captions, grouped by object and by style."""
-    objects = {name: [p.prompt for p in lab.prompts([name])] for name in lab.OBJECTS}
-    styles = {style: [p.prompt for p in lab.prompts(None, [style])] for style in lab.STYLES}
-    return [objects, styles]
+def merge(statistics):
+    """Statistics over all processes."""
+    first, *others = gather_object([statistics])
+    for part in others:
+        first.merge(part)
+    return first
 
 
-def statistics_of_group(args, pipe, sae, group, state):
-    """Statistics over all processes; each takes its share of every concept's prompts."""
+def collect(args, pipe, sae, group, state, on_latents=None):
+    """Statistics of this process, which takes its share of the concepts' prompts."""
     share = {name: prompts[state.process_index :: state.num_processes] for name, prompts in group.items()}
-    share = {name: prompts for name, prompts in share.items() if prompts}
-    statistics = collect_statistics(
+    return collect_statistics(
         pipe,
         sae,
-        share,
+        {name: prompts for name, prompts in share.items() if prompts},
         args.num_inference_steps,
         args.guidance_scale,
         seed=args.seed + 1_000_003 * state.process_index,
         batch_size=args.batch_size,
+        on_latents=on_latents,
     )
-    if state.num_processes == 1:
-        return statistics
-    first, *others = gather_object([statistics])
-    merged = ConceptStatistics(first.timesteps, first.num_latents, first.sae, first.metadata)
-    for part in (first, *others):
-        merged.merge(part)
-    return merged
+
+
+def collect_lab(args, pipe, sae, state):
+    """Statistics of the objects and of the styles of EmojiCanvas, both from the same 512 pictures."""
+    objects = {name: [p.prompt for p in lab.prompts([name])] for name in lab.OBJECTS}
+    styles = []
+
+    def by_style(statistics, concept, number, latents):
+        if not styles:
+            styles.append(
+                ConceptStatistics(statistics.timesteps, sae.num_latents, statistics.sae, statistics.metadata)
+            )
+        for i in range(len(latents)):
+            # The captions of an object go through the styles in order.
+            style = lab.STYLES[state.process_index + (number + i) * state.num_processes]
+            styles[0].update(style, latents[i : i + 1])
+
+    return [collect(args, pipe, sae, objects, state, by_style), styles[0]]
 
 
 def main(args):
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     state = PartialState()
-    groups = lab_groups() if args.concepts_file is None else json.loads(Path(args.concepts_file).read_text())
-    if not isinstance(groups, list) or not all(isinstance(group, dict) and group for group in groups):
+    groups = None if args.concepts_file is None else json.loads(Path(args.concepts_file).read_text(encoding="utf-8"))
+    if groups is not None and not (isinstance(groups, list) and all(isinstance(g, dict) and g for g in groups)):
         raise ValueError(f"{args.concepts_file} has to hold a list of objects from concept to prompts.")
     sae = SparseAutoencoder.from_pretrained(args.sae).to(state.device)
     source = args.pretrained_model_name_or_path or lab.pipeline_folder()
     pipe = DiffusionPipeline.from_pretrained(source, dtype=torch.float32).to(state.device)
+    if groups is None:
+        collected = collect_lab(args, pipe, sae, state)
+    else:
+        collected = [collect(args, pipe, sae, group, state) for group in groups]
     edits = []
-    for number, group in enumerate(groups):
-        statistics = statistics_of_group(args, pipe, sae, group, state)
-        edits += [statistics.edit(name, args.num_features, multiplier=args.multiplier) for name in group]
+    for number, statistics in enumerate(merge(part) for part in collected):
+        edits += [statistics.edit(name, args.num_features, multiplier=args.multiplier) for name in statistics.names]
         if args.save_statistics and state.is_main_process:
             statistics.save_pretrained(Path(args.output_dir) / f"statistics_{number}")
     if state.is_main_process:

@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 # What a resumed run must share with the run that it continues.
 SETTINGS = (
     "pretrained_model_name_or_path", "revision", "hook_points", "layout", "signal", "prompts_file", "seed",
-    "expansion_factor", "k", "activation", "train_batch_size", "buffer_size", "num_inference_steps", "guidance_scale",
-    "pipeline_batch_size", "every_n_steps", "tokens_per_map", "both_halves", "learning_rate", "lr_scheduler",
-    "lr_warmup_steps", "max_train_steps", "auxk", "auxk_alpha", "multi_topk", "dead_feature_threshold",
+    "expansion_factor", "k", "activation", "train_batch_size", "buffer_size", "passes_per_buffer",
+    "num_inference_steps", "guidance_scale", "pipeline_batch_size", "every_n_steps", "tokens_per_map",
+    "both_halves", "learning_rate", "lr_scheduler", "lr_warmup_steps", "max_train_steps", "auxk", "auxk_alpha",
+    "multi_topk", "dead_feature_threshold",
 )  # fmt: skip
 
 
@@ -54,13 +55,16 @@ def parse_args(input_args=None):
     parser.add_argument("--activation", choices=["topk", "batch_topk"], default="topk")
     parser.add_argument("--train_batch_size", type=int, default=2048, help="Tokens per step and process.")
     parser.add_argument("--buffer_size", type=int, default=65536, help="Tokens in memory, per process and hook point.")
+    parser.add_argument(
+        "--passes_per_buffer", type=int, default=10, help="How often a buffer is used before the next."
+    )
     parser.add_argument("--num_inference_steps", type=int, default=20)
     parser.add_argument("--guidance_scale", type=float, default=4.0)
     parser.add_argument("--pipeline_batch_size", type=int, default=16, help="Pictures drawn at once.")
     parser.add_argument("--every_n_steps", type=int, default=1, help="Record every n-th denoising step.")
     parser.add_argument("--tokens_per_map", type=int, default=None, help="Random tokens kept of every map.")
     parser.add_argument("--both_halves", action="store_true", help="Record the unconditional half too.")
-    parser.add_argument("--max_train_steps", type=int, default=700)
+    parser.add_argument("--max_train_steps", type=int, default=640)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--lr_scheduler", default="linear")
     parser.add_argument("--lr_warmup_steps", type=int, default=0)
@@ -78,7 +82,14 @@ def parse_args(input_args=None):
     parser.add_argument("--hub_model_id", default=None)
     parser.add_argument("--num_threads", type=int, default=None)
     args = parser.parse_args(input_args)
-    for name in ("train_batch_size", "max_train_steps", "num_inference_steps", "pipeline_batch_size", "every_n_steps"):
+    for name in (
+        "train_batch_size",
+        "max_train_steps",
+        "num_inference_steps",
+        "pipeline_batch_size",
+        "every_n_steps",
+        "passes_per_buffer",
+    ):
         if getattr(args, name) < 1:
             parser.error(f"--{name} has to be positive but is {getattr(args, name)}")
     if args.buffer_size < args.train_batch_size:
@@ -179,7 +190,8 @@ def main(args):
 
     # 2. One trainer per block. All processes start from the same weights and keep them equal.
     step = state["step"] if state else 0
-    number, used = divmod(step, stream.batches_per_round)
+    steps_per_round = stream.batches_per_round * args.passes_per_buffer
+    number, used = divmod(step, steps_per_round)
     buffer = stream.round(number)
     trainers = {}
     for point, tokens in zip(points, buffer):
@@ -214,10 +226,13 @@ def main(args):
     bar = tqdm(total=args.max_train_steps, initial=step, desc="Steps", disable=not accelerator.is_local_main_process)
     metrics = {}
     while step < args.max_train_steps:
-        if used == stream.batches_per_round:
+        if used == steps_per_round:
             number, used = number + 1, 0
             buffer = stream.round(number)
-        part = slice(used * args.train_batch_size, (used + 1) * args.train_batch_size)
+        turn, place = divmod(used, stream.batches_per_round)
+        # Every pass cuts the buffer into other batches.
+        shift = torch.arange(place * args.train_batch_size, (place + 1) * args.train_batch_size)
+        part = stream.order(number, turn)[shift]
         log = (step + 1) % args.logging_steps == 0 or step + 1 == args.max_train_steps
         for (module, trainer), tokens in zip(trainers.items(), buffer):
             output = trainer.step(tokens[part].to(accelerator.device), metrics=log)

@@ -18,10 +18,10 @@ def parse_args(input_args=None):
         "--sae", required=True, help="Folder of the autoencoder and the edits; the edits are rewritten."
     )
     parser.add_argument("--concepts", nargs="+", default=[*OBJECTS, *lab.STYLES])
-    parser.add_argument("--num_inference_steps", type=int, default=20)
-    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--num_inference_steps", type=int, default=12)
+    parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--num_targets", type=int, default=8)
-    parser.add_argument("--num_retained", type=int, default=24)
+    parser.add_argument("--num_retained", type=int, default=16)
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--num_threads", type=int, default=None)
     return parser.parse_args(input_args)

@@ -98,6 +98,13 @@ class ActivationStream:
         order = torch.randperm(sum(len(part) for part in kept[0]), generator=generator)[:wanted]
         return [torch.cat(part)[order] for part in kept]
 
+    def order(self, number, turn):
+        """The order in which a pass over the buffer of a round takes its tokens."""
+        generator = torch.Generator().manual_seed(
+            prompt_seed(self.seed, f"pass {turn} of process {self.rank}", number)
+        )
+        return torch.randperm(self.batches_per_round * self.batch_size, generator=generator)
+
     @torch.no_grad()
     def _draw(self, generator):
         """Tokens of one batch of pictures, per hook point."""

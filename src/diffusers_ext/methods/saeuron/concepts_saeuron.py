@@ -431,7 +431,16 @@ def prompt_seed(seed, concept, number):
 
 @torch.no_grad()
 def collect_statistics(
-    pipe, sae, prompts, num_inference_steps=50, guidance_scale=7.5, seed=0, batch_size=8, denoiser=None, **kwargs
+    pipe,
+    sae,
+    prompts,
+    num_inference_steps=50,
+    guidance_scale=7.5,
+    seed=0,
+    batch_size=8,
+    denoiser=None,
+    on_latents=None,
+    **kwargs,
 ):
     """
     Runs a pipeline on prompts of several concepts and averages the latents of the conditional half (paper, section
@@ -452,6 +461,9 @@ def collect_statistics(
             Prompts per call.
         denoiser (`torch.nn.Module`, *optional*):
             `pipe.unet` or `pipe.transformer` by default.
+        on_latents (`Callable`, *optional*):
+            Also gets what is averaged, to group the same prompts in another way: called with the statistics, the
+            concept, the number of the first prompt and latents `(prompts, T, num_latents)`.
         kwargs:
             Further arguments of the pipeline's call.
 
@@ -532,7 +544,10 @@ def collect_statistics(
                             "seed": seed,
                         }
                         statistics = ConceptStatistics(timesteps, sae.num_latents, sae.fingerprint(), metadata)
-                    statistics.update(concept, torch.stack([collected[t] for t in timesteps], 1))
+                    latents = torch.stack([collected[t] for t in timesteps], 1)
+                    statistics.update(concept, latents)
+                    if on_latents is not None:
+                        on_latents(statistics, concept, start, latents)
                     bar.update()
         finally:
             pipe._progress_bar_config = bar_config

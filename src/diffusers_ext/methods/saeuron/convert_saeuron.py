@@ -60,7 +60,9 @@ def detect_format(source, subfolder=None, **hub_options):
     """
     unknown = sorted(set(hub_options) - set(HUB_OPTIONS))
     if unknown:
-        raise TypeError(f"Unknown arguments {unknown}; besides `subfolder`, `dtype` and `hook` there are {', '.join(HUB_OPTIONS)}.")
+        raise TypeError(
+            f"Unknown arguments {unknown}; besides `subfolder`, `dtype` and `hook` there are {', '.join(HUB_OPTIONS)}."
+        )
     path = Path(source, subfolder or "")
     if path.is_dir():
         for name, files in FORMATS.items():
@@ -116,7 +118,9 @@ def read_checkpoint(folder, kind):
     try:
         return _READERS[kind](config, state_dict, config_file)
     except KeyError as error:
-        raise ValueError(f"{folder} ({kind}): the entry {error} is missing in {config_file.name} or {weights_file.name}.") from error
+        raise ValueError(
+            f"{folder} ({kind}): the entry {error} is missing in {config_file.name} or {weights_file.name}."
+        ) from error
 
 
 def _read_tensors(path):
@@ -128,7 +132,9 @@ def _read_tensors(path):
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is refused: it holds more than tensors ({str(error).strip().splitlines()[0]}).") from error
+        raise ValueError(
+            f"{path} is refused: it holds more than tensors ({str(error).strip().splitlines()[0]})."
+        ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{path} is no complete PyTorch file ({error}). Download it again.") from error
     loaded = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
@@ -138,7 +144,9 @@ def _read_tensors(path):
 
 
 def _refuse(source, what):
-    raise ValueError(f"{source} describes {what}, which `SparseAutoencoder` does not compute; it is refused rather than misread.")
+    raise ValueError(
+        f"{source} describes {what}, which `SparseAutoencoder` does not compute; it is refused rather than misread."
+    )
 
 
 def _read_diffusers(config, state_dict, source):
@@ -162,7 +170,9 @@ def _read_sparsify(config, state_dict, source):
         "input_norm": "unit" if config.get("input_unit_norm") else "none",
         "skip_connection": bool(config.get("skip_connection")),
     }
-    return Checkpoint("sparsify", ours, state_dict, {"multi_topk": "used by the loss only"} if config.get("multi_topk") else {})
+    return Checkpoint(
+        "sparsify", ours, state_dict, {"multi_topk": "used by the loss only"} if config.get("multi_topk") else {}
+    )
 
 
 _SAELENS_NORMS = {
@@ -234,7 +244,9 @@ def _read_sdxl_unbox(config, state_dict, source):
     # These autoencoders were trained on what a block adds to its input.
     ours |= {"activation": "topk", "relu_before_topk": False, "hook": {"signal": "diff"}}
     state_dict = dict(state_dict)
-    dropped = {"stats_last_nonzero": "a training counter"} if state_dict.pop("stats_last_nonzero", None) is not None else {}
+    dropped = (
+        {"stats_last_nonzero": "a training counter"} if state_dict.pop("stats_last_nonzero", None) is not None else {}
+    )
     names = {"latent_bias": "encoder.bias", "decoder.weight": "W_dec", "pre_bias": "b_dec"}
     return Checkpoint("sdxl_unbox", ours, _rename(state_dict, names, ("decoder.weight",)), dropped)
 
@@ -276,7 +288,9 @@ def export_checkpoint(folder, format, config, num_latents, state_dict):
     if format == "sparsify":
         wanted = top_k and config["apply_b_dec_to_input"] and config["input_norm"] in ("none", "unit")
         if not wanted or config["rescale_by_decoder_norm"]:
-            raise ValueError("sparsify has top-k autoencoders only, that subtract `b_dec` and do not rescale by decoder norms.")
+            raise ValueError(
+                "sparsify has top-k autoencoders only, that subtract `b_dec` and do not rescale by decoder norms."
+            )
         cfg = {"activation": "topk", "expansion_factor": config["expansion_factor"], "normalize_decoder": True}
         cfg |= {"num_latents": num_latents, "k": config["k"], "multi_topk": False, "d_in": config["d_in"]}
         cfg |= {"skip_connection": config["skip_connection"], "transcode": False}
@@ -288,8 +302,17 @@ def export_checkpoint(folder, format, config, num_latents, state_dict):
             raise ValueError("SAELens has no autoencoders with a skip connection.")
         architecture = "topk" if top_k else {"relu": "standard", "jumprelu": "jumprelu"}[config["activation"]]
         hook = config["hook"] or {}
-        cfg = {"architecture": architecture, "d_in": config["d_in"], "d_sae": num_latents, "dtype": "float32", "device": "cpu"}
-        cfg |= {"apply_b_dec_to_input": config["apply_b_dec_to_input"], "normalize_activations": norms[config["input_norm"]]}
+        cfg = {
+            "architecture": architecture,
+            "d_in": config["d_in"],
+            "d_sae": num_latents,
+            "dtype": "float32",
+            "device": "cpu",
+        }
+        cfg |= {
+            "apply_b_dec_to_input": config["apply_b_dec_to_input"],
+            "normalize_activations": norms[config["input_norm"]],
+        }
         cfg |= {"reshape_activations": "none", "metadata": {"hook_name": hook.get("module")}}
         if top_k:
             cfg |= {"k": config["k"], "rescale_acts_by_decoder_norm": config["rescale_by_decoder_norm"]}

@@ -13,13 +13,10 @@ from diffusers_ext.lab.generation import generate
 from diffusers_ext.lab.results import write_result
 
 
-# Figures are taken on these concepts: twelve objects of every kind (animals, fruit, vehicles, things) and all eight
+# Figures are taken on these concepts: ten objects of every kind (animals, fruit, vehicles, things) and all eight
 # styles.
-OBJECTS = (
-    "cat", "owl", "penguin", "snail", "red apple", "pineapple", "sunflower", "automobile", "rocket", "guitar", "house",
-    "umbrella",
-)  # fmt: skip
-TRIPLES = (("cat", "rocket", "neon"), ("red apple", "guitar", "blueprint"), ("owl", "automobile", "umbrella"))
+OBJECTS = ("cat", "owl", "penguin", "red apple", "pineapple", "sunflower", "automobile", "rocket", "guitar", "house")
+TRIPLES = (("cat", "rocket", "neon"), ("red apple", "guitar", "blueprint"), ("owl", "automobile", "house"))
 # Parameters were chosen with other seeds and in other words (`tune_saeuron`): a figure never sees the pictures of the
 # choice.
 FIRST_SEED = 100_000
@@ -71,7 +68,7 @@ def judge(oracle, images, pictures):
 class Bench:
     """Draws and judges pictures, and remembers those of the unedited model."""
 
-    def __init__(self, pipe, oracle, batch_size=16, num_inference_steps=20):
+    def __init__(self, pipe, oracle, batch_size=32, num_inference_steps=12):
         self.pipe, self.oracle = pipe, oracle
         self.batch_size, self.num_inference_steps = batch_size, num_inference_steps
         self._unedited = {}
@@ -144,7 +141,7 @@ def evaluate(output_dir, seed=0, quick=False, **options):
         quick (`bool`, *optional*, defaults to `False`):
             A few pictures of two concepts, to see that everything runs; the figures mean nothing.
         options:
-            `batch_size` (`int`, defaults to 16), `num_inference_steps` (`int`, defaults to 20).
+            `batch_size` (`int`, defaults to 32), `num_inference_steps` (`int`, defaults to 12).
 
     Returns:
         `dict`: the content of the JSON file.
@@ -154,7 +151,7 @@ def evaluate(output_dir, seed=0, quick=False, **options):
     pipe.set_progress_bar_config(disable=True)
     bench = Bench(pipe, oracle, **options)
     first_seed = FIRST_SEED + 10_000 * seed
-    per_concept, retained_count = (4, 8) if quick else (32, 126)
+    per_concept, retained_count = (4, 8) if quick else (16, 48)
     concepts = ("cat", "neon") if quick else OBJECTS + lab.STYLES
     triples = TRIPLES[:1] if quick else TRIPLES
 

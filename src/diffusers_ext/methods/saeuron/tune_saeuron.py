@@ -32,7 +32,7 @@ def score(row):
     return (row["ua"] + (min(row["in_domain"], 1.0) + min(row["cross_domain"], 1.0)) / 2) / 2
 
 
-def tune(bench, concepts, grid=GRID, num_targets=8, num_retained=24, first_seed=0, enough=0.97):
+def tune(bench, concepts, grid=GRID, num_targets=8, num_retained=16, first_seed=0, enough=0.97):
     """
     Tries settings on validation pictures and keeps the best of each concept.
 

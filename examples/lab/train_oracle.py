@@ -41,7 +41,7 @@ def parse_args(input_args=None):
         default=[emoji_set.name for emoji_set in EMOJI_SETS],
         help="Emoji sets to leave out; finished ones are read from their checkpoints, so they can be done one by one.",
     )
-    parser.add_argument("--max_train_steps", type=int, default=1000)
+    parser.add_argument("--max_train_steps", type=int, default=1200)
     parser.add_argument("--train_batch_size", type=int, default=64)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--weight_decay", type=float, default=0.05)

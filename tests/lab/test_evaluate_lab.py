@@ -16,7 +16,7 @@ from diffusers_ext.lab.styles import apply_style
 
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lab" / "evaluate_lab.py"
-OBJECTS = ("cat", "octopus")
+OBJECTS = ("octopus", "airplane")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,10 @@ def pipeline_folder():
 
 
 def saeuron_folder():
-    """Folder of the autoencoder and the concept edits for EmojiCanvas."""
+    """
+    Folder of the autoencoders and the concept edits for EmojiCanvas: the one of the objects at its top, the one of the
+    styles in `styles`.
+    """
     return str(WEIGHTS / "saeuron")
 
 
@@ -57,10 +60,11 @@ def load_oracle():
 
 
 def load_unlearning_pipeline(**kwargs):
-    """EmojiCanvas as a `SAeUronStableDiffusionPipeline` with autoencoder and the edits of all objects and styles."""
+    """EmojiCanvas as a `SAeUronStableDiffusionPipeline`, with its autoencoders and the edits of all concepts."""
     from diffusers_ext.methods.saeuron.pipeline_saeuron import SAeUronStableDiffusionPipeline
 
     pipe = load_pipeline(SAeUronStableDiffusionPipeline, **kwargs)
     pipe.load_sae(saeuron_folder())
+    pipe.load_sae(saeuron_folder(), subfolder="styles", component="sae_2")
     pipe.load_concepts(saeuron_folder())
     return pipe

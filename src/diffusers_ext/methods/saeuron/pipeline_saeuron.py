@@ -3,6 +3,7 @@
 
 import inspect
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
@@ -32,6 +33,10 @@ EXAMPLE_DOC_STRING = """
 """
 
 
+# Components that hold an autoencoder, and the name under which each is applied.
+_HOOK_NAMES = {"sae": "saeuron", "sae_2": "saeuron_2"}
+
+
 def _signature_with_unlearn():
     stock = inspect.signature(StableDiffusionPipeline.__call__)
     unlearn = inspect.Parameter("unlearn", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -47,14 +52,15 @@ class SAeUronStableDiffusionPipeline(StableDiffusionPipeline):
     the base model changes; with nothing unlearned, pictures are bit for bit those of the stock pipeline.
 
     Args:
-        sae ([`SparseAutoencoder`], *optional*):
-            The autoencoder of one block of the U-Net; may be loaded later with `load_sae`. The other arguments are
+        sae, sae_2 ([`SparseAutoencoder`], *optional*):
+            Autoencoders of one or two blocks of the U-Net (objects and styles live in different ones); may be loaded
+            later with `load_sae`. The other arguments are
             those of `StableDiffusionPipeline`.
     """
 
-    _optional_components = [*StableDiffusionPipeline._optional_components, "sae"]
+    _optional_components = [*StableDiffusionPipeline._optional_components, "sae", "sae_2"]
     # The hook reads the autoencoder's weights without calling it, so offloading would never bring them back.
-    _exclude_from_cpu_offload = [*StableDiffusionPipeline._exclude_from_cpu_offload, "sae"]
+    _exclude_from_cpu_offload = [*StableDiffusionPipeline._exclude_from_cpu_offload, "sae", "sae_2"]
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class SAeUronStableDiffusionPipeline(StableDiffusionPipeline):
         image_encoder: CLIPVisionModelWithProjection = None,
         requires_safety_checker: bool = False,
         sae: SparseAutoencoder = None,
+        sae_2: SparseAutoencoder = None,
     ):
         super().__init__(
             vae=vae,
@@ -80,26 +87,31 @@ class SAeUronStableDiffusionPipeline(StableDiffusionPipeline):
             image_encoder=image_encoder,
             requires_safety_checker=requires_safety_checker,
         )
-        self.register_modules(sae=sae)
+        self.register_modules(sae=sae, sae_2=sae_2)
         self.concept_edits = ConceptEdits()
-        self._unlearn_config = None
+        self._unlearn_configs = {}
 
-    def load_sae(self, pretrained_model_name_or_path_or_sae, subfolder=None, **kwargs):
+    def load_sae(self, pretrained_model_name_or_path_or_sae, subfolder=None, component="sae", **kwargs):
         """
-        Sets the autoencoder.
+        Sets an autoencoder.
 
         Args:
             pretrained_model_name_or_path_or_sae (`str`, `os.PathLike` or [`SparseAutoencoder`]):
                 A folder or Hub id in any format that [`SparseAutoencoder.from_pretrained`] reads, or the model itself.
             subfolder (`str`, *optional*):
                 Folder inside it.
+            component (`str`, *optional*, defaults to `"sae"`):
+                `"sae"` or `"sae_2"`. Which of the two a concept belongs to follows from its edit.
             kwargs:
                 Passed on to `SparseAutoencoder.from_pretrained`; `hook` for formats that do not carry it.
 
         Raises:
-            ValueError: while something is unlearned with another autoencoder; call `clear_unlearning` first.
+            ValueError: while something is unlearned (call `clear_unlearning` first), on another component, or an
+                autoencoder that does not know its block.
         """
-        if self._unlearn_config is not None:
+        if component not in _HOOK_NAMES:
+            raise ValueError(f"`component` has to be one of {', '.join(_HOOK_NAMES)} but is {component!r}.")
+        if self._unlearn_configs:
             raise ValueError("Concepts are unlearned with the present autoencoder; call `clear_unlearning()` first.")
         sae = pretrained_model_name_or_path_or_sae
         if not isinstance(sae, SparseAutoencoder):
@@ -109,7 +121,7 @@ class SAeUronStableDiffusionPipeline(StableDiffusionPipeline):
                 "The autoencoder does not say which block it belongs to. Pass it: "
                 "`hook={'module': 'up_blocks.1.attentions.1'}`."
             )
-        self.register_modules(sae=sae.to(self.unet.device))
+        self.register_modules(**{component: sae.to(self.unet.device)})
 
     def load_concepts(self, pretrained_model_name_or_path_or_edits, subfolder=None, **kwargs):
         """
@@ -145,35 +157,55 @@ class SAeUronStableDiffusionPipeline(StableDiffusionPipeline):
             ValueError: on an unknown concept, no autoencoder, or settings out of range; what was unlearned before
             stays.
         """
-        config = self._make_config(concepts, strength, settings)
-        self._switch(config)
+        self._switch(self._make_configs(concepts, strength, settings))
 
-    def _make_config(self, concepts, strength, settings):
-        if self.sae is None:
-            raise ValueError("There is no autoencoder: call `load_sae(...)` first.")
+    def _make_configs(self, concepts, strength, settings):
+        """One config for each autoencoder that one of the concepts belongs to."""
         if isinstance(concepts, dict):
             if strength is not None:
                 raise ValueError("Pass strengths either in the dictionary or as `strength`, not both.")
             strength, concepts = dict(concepts), list(concepts)
         concepts = [concepts] if isinstance(concepts, (str, ConceptEdit)) else list(concepts)
-        edits = [concept if isinstance(concept, ConceptEdit) else self.concept_edits[concept] for concept in concepts]
-        edits = list({edit.name: edit for edit in edits}.values())
-        return SAeUronConfig(edits=edits, strength=1.0 if strength is None else strength, **settings)
+        edits = {}
+        component_of = self._component_finder()
+        for concept in concepts:
+            edit = concept if isinstance(concept, ConceptEdit) else self.concept_edits[concept]
+            edits.setdefault(component_of(edit), {})[edit.name] = edit
+        if not edits:
+            raise ValueError("`concepts` is empty: name at least one concept.")
+        configs = {}
+        for component, chosen in edits.items():
+            strengths = 1.0 if strength is None else strength
+            if isinstance(strength, dict):
+                strengths = {name: strength[name] for name in chosen if name in strength}
+            configs[component] = SAeUronConfig(edits=list(chosen.values()), strength=strengths, **settings)
+        return configs
 
-    def _switch(self, config):
-        """Applies a config in place of the present one; if that fails, the present one stays."""
-        previous = self._unlearn_config
+    def _component_finder(self):
+        """A function from an edit to the component that holds its autoencoder."""
+        present = {name: getattr(self, name) for name in _HOOK_NAMES if getattr(self, name) is not None}
+        if not present:
+            raise ValueError("There is no autoencoder: call `load_sae(...)` first.")
+        fingerprints = {sae.fingerprint(): name for name, sae in present.items()}
+        # An edit that fits none goes to the first, which refuses it with the reason.
+        return lambda edit: fingerprints.get(edit.sae, next(iter(present)))
+
+    def _apply(self, configs):
+        for component, config in configs.items():
+            apply_saeuron(self.unet, getattr(self, component), config, name=_HOOK_NAMES[component])
+
+    def _switch(self, configs):
+        """Applies configs in place of the present ones; if that fails, the present ones stay."""
+        previous = self._unlearn_configs
         self.clear_unlearning()
         try:
-            if config is not None:
-                apply_saeuron(self.unet, self.sae, config)
+            self._apply(configs)
         except Exception:
-            config = previous
-            if previous is not None:
-                apply_saeuron(self.unet, self.sae, previous)
+            self.clear_unlearning()
+            self._apply(previous)
+            self._unlearn_configs = previous
             raise
-        finally:
-            self._unlearn_config = config
+        self._unlearn_configs = configs
 
     def set_concept_strength(self, concept, strength):
         """
@@ -182,27 +214,26 @@ class SAeUronStableDiffusionPipeline(StableDiffusionPipeline):
         Raises:
             ValueError: when it is not unlearned, or the strength is negative.
         """
-        names = [] if self._unlearn_config is None else list(self._unlearn_config.strengths)
-        if concept not in names:
-            raise ValueError(f"{concept!r} is not unlearned at present; unlearned are {names or 'none'}.")
-        present = self._unlearn_config
-        settings = {
-            key: getattr(present, key) for key in ("multiplier", "num_features", "percentile", "mode", "error")
-        }
-        settings |= {key: getattr(present, key) for key in ("apply_to", "start", "end")}
-        strengths = {**present.strengths, concept: strength}
-        self._switch(SAeUronConfig(edits=present.edits, strength=strengths, **settings))
+        if concept not in self.unlearned_concepts:
+            present = list(self.unlearned_concepts) or "none"
+            raise ValueError(f"{concept!r} is not unlearned at present; unlearned are {present}.")
+        configs = {}
+        for component, config in self._unlearn_configs.items():
+            if concept in config.strengths:
+                config = replace(config, strength={**config.strengths, concept: strength})
+            configs[component] = config
+        self._switch(configs)
 
     def clear_unlearning(self):
         """Unlearns nothing any more; the U-Net is bit for bit what it was."""
-        if "saeuron" in applied_names(self.unet):
-            remove_saeuron(self.unet, "saeuron")
-        self._unlearn_config = None
+        for name in set(_HOOK_NAMES.values()) & set(applied_names(self.unet)):
+            remove_saeuron(self.unet, name)
+        self._unlearn_configs = {}
 
     @property
     def unlearned_concepts(self):
         """Names of the unlearned concepts with their strengths."""
-        return {} if self._unlearn_config is None else dict(self._unlearn_config.strengths)
+        return {name: value for config in self._unlearn_configs.values() for name, value in config.strengths.items()}
 
     def concept_heatmap(self, concept, prompt, **kwargs):
         """
@@ -217,28 +248,28 @@ class SAeUronStableDiffusionPipeline(StableDiffusionPipeline):
         Returns:
             `tuple` of heat maps `(batch, height, width)` in [0, 1] and images.
         """
-        if self.sae is None:
-            raise ValueError("There is no autoencoder: call `load_sae(...)` first.")
+        component_of = self._component_finder()
         edit = concept if isinstance(concept, ConceptEdit) else self.concept_edits[concept]
-        with self._only_for_this_call(None):
-            return concept_heatmap(self, self.sae, edit, prompt, **kwargs)
+        with self._only_for_this_call({}):
+            return concept_heatmap(self, getattr(self, component_of(edit)), edit, prompt, **kwargs)
 
     def _check_guidance(self, *args, **kwargs):
         """Without guidance the hook would take half of the pictures for one half of the batch."""
-        if self._unlearn_config is None or self._unlearn_config.apply_to == "both":
+        halves = {config.apply_to for config in self._unlearn_configs.values()} - {"both"}
+        if not halves:
             return
         call = inspect.signature(StableDiffusionPipeline.__call__).bind(self, *args, **kwargs)
         call.apply_defaults()
         if call.arguments["guidance_scale"] <= 1:
             raise ValueError(
-                f"`apply_to={self._unlearn_config.apply_to!r}` needs classifier-free guidance but `guidance_scale` is "
+                f"`apply_to={halves.pop()!r}` needs classifier-free guidance but `guidance_scale` is "
                 f"{call.arguments['guidance_scale']}. Raise it above 1 or use `apply_to='both'`."
             )
 
     @contextmanager
-    def _only_for_this_call(self, config):
-        previous = self._unlearn_config
-        self._switch(config)
+    def _only_for_this_call(self, configs):
+        previous = self._unlearn_configs
+        self._switch(configs)
         try:
             yield
         finally:
@@ -263,8 +294,8 @@ class SAeUronStableDiffusionPipeline(StableDiffusionPipeline):
         if unlearn is None:
             self._check_guidance(*args, **kwargs)
             return super().__call__(*args, **kwargs)
-        config = self._make_config(unlearn, None, {}) if unlearn else None
-        with self._only_for_this_call(config):
+        configs = self._make_configs(unlearn, None, {}) if unlearn else {}
+        with self._only_for_this_call(configs):
             return super().__call__(*args, **kwargs)
 
     # The stock arguments are passed on as they are, whatever the release of diffusers; tools that read signatures see

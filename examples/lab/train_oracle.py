@@ -42,6 +42,7 @@ def parse_args(input_args=None):
         help="Emoji sets to leave out; finished ones are read from their checkpoints, so they can be done one by one.",
     )
     parser.add_argument("--max_train_steps", type=int, default=1200)
+    parser.add_argument("--style_train_steps", type=int, default=400, help="Steps of the branch that tells the style.")
     parser.add_argument("--train_batch_size", type=int, default=64)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--weight_decay", type=float, default=0.05)
@@ -101,39 +102,39 @@ def build_pictures(path, cache):
     return pictures, objects, sets
 
 
-def augment(batch, generator):
-    """Whole-pixel moves, a little blur and noise: what a generated picture may lack in sharpness."""
-    count = len(batch)
-    x = F.pad(batch, (3, 3, 3, 3), mode="replicate")
-    corners = torch.randint(0, 7, (count, 2), generator=generator).tolist()
+def augment(batch, generator, shift):
+    """Moves by whole multiples of `shift` pixels, a little blur and noise: what a generated picture may lack."""
+    count, most = len(batch), 4 // shift
+    x = F.pad(batch, (4, 4, 4, 4), mode="replicate")
+    corners = (4 + shift * torch.randint(-most, most + 1, (count, 2), generator=generator)).tolist()
     x = torch.stack([picture[:, a : a + 64, b : b + 64] for picture, (a, b) in zip(x, corners)])
     blurred = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
-    amount = torch.rand(count, 1, 1, 1, generator=generator) * (torch.rand(count, 1, 1, 1, generator=generator) < 0.5)
-    x = x + amount * (blurred - x)
-    noise = torch.rand(count, 1, 1, 1, generator=generator) * 0.15
-    return x + noise * torch.randn(x.shape, generator=generator)
+    blur, noise, coin = torch.rand(3, count, 1, 1, 1, generator=generator)
+    x = x + blur * (coin < 0.5) * (blurred - x)
+    return x + 0.15 * noise * torch.randn(x.shape, generator=generator)
 
 
-def train(args, pictures, objects, keep, path):
-    """Trains on the drawings `keep`; goes on from `path` if it exists."""
-    torch.manual_seed(args.seed)
-    # A third faster on a CPU.
-    oracle = Oracle().train().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(
-        oracle.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+def train(args, oracle, what, pictures, labels, path):
+    """Trains the branch `what` ("object" or "style") of the oracle in place; goes on from `path` if it exists."""
+    branch = torch.nn.ModuleDict(
+        {name: module for name, module in oracle.named_children() if name.startswith("style") == (what == "style")}
     )
+    max_train_steps = args.max_train_steps if what == "object" else args.style_train_steps
+    optimizer = torch.optim.AdamW(
+        branch.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+    )
+    torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     step = 0
     if path.exists():
         state = torch.load(path, weights_only=True)
-        oracle.load_state_dict(state["oracle"]), optimizer.load_state_dict(state["optimizer"])
+        branch.load_state_dict(state["branch"]), optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["generator"])
         torch.set_rng_state(state["rng"])
         step = state["step"]
-    pictures = torch.from_numpy(pictures[keep])
-    labels = torch.tensor([OBJECTS.index(name) for name in objects[keep]])
+    branch.train()
     started = time.time()
-    last_step = min(args.max_train_steps, args.stop_after or args.max_train_steps)
+    last_step = min(max_train_steps, args.stop_after or max_train_steps)
     while step < last_step:
         size = args.train_batch_size
         drawing = torch.randint(len(pictures), (size,), generator=generator)
@@ -142,12 +143,16 @@ def train(args, pictures, objects, keep, path):
         version = torch.where(exact, torch.randint(NUM_EXACT, (size,), generator=generator), version)
         style = torch.randint(len(STYLE_NAMES), (size,), generator=generator)
         batch = pictures[drawing, version, style].permute(0, 3, 1, 2).float() / 127.5 - 1
-        batch = augment(batch, generator).contiguous(memory_format=torch.channels_last)
-        object_logits, style_logits = oracle(batch)
-        loss = F.cross_entropy(object_logits, labels[drawing], label_smoothing=0.1) + 0.5 * F.cross_entropy(
-            style_logits, style
+        # The grids of the styles stay in place, as they do in every picture; objects may lie anywhere.
+        batch = augment(batch, generator, shift=4 if what == "style" else 1).contiguous(
+            memory_format=torch.channels_last
         )
-        rate = min(1, (step + 1) / 100) * max(0.01, 0.5 * (1 + math.cos(math.pi * step / args.max_train_steps)))
+        if what == "style":
+            logits, target = oracle.style_logits(batch), style
+        else:
+            logits, target = oracle.object_logits(batch), labels[drawing]
+        loss = F.cross_entropy(logits, target, label_smoothing=0.1 if what == "object" else 0.0)
+        rate = min(1, (step + 1) / 100) * max(0.01, 0.5 * (1 + math.cos(math.pi * step / max_train_steps)))
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * rate
         loss.backward()
@@ -155,20 +160,31 @@ def train(args, pictures, objects, keep, path):
         optimizer.zero_grad()
         step += 1
         if step % 50 == 0:
-            accuracy = (object_logits.argmax(1) == labels[drawing]).float().mean()
+            accuracy = (logits.argmax(1) == target).float().mean()
+            seconds = time.time() - started
             print(
-                f"{path.stem} step {step} loss {loss.item():.3f} objects {accuracy:.2f} {time.time() - started:.0f} s",
-                flush=True,
+                f"{path.stem} step {step} loss {loss.item():.3f} accuracy {accuracy:.2f} {seconds:.0f} s", flush=True
             )
         if step % args.checkpointing_steps == 0 or step == last_step:
             state = {
-                "oracle": oracle.state_dict(),
+                "branch": branch.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "generator": generator.get_state(),
             }
             aside = path.with_suffix(".partial")
             torch.save({**state, "rng": torch.get_rng_state(), "step": step}, aside)
             os.replace(aside, path)
+
+
+def train_oracle(args, pictures, objects, keep, prefix):
+    """Trains both branches on the drawings `keep`: the style, which takes a minute, and then the object."""
+    torch.manual_seed(args.seed)
+    # Channels last: a third faster on a CPU.
+    oracle = Oracle().to(memory_format=torch.channels_last)
+    pictures = torch.from_numpy(pictures[keep])
+    labels = torch.tensor([OBJECTS.index(name) for name in objects[keep]])
+    for what in ("style", "object"):
+        train(args, oracle, what, pictures, labels, Path(f"{prefix}_{what}.pt"))
     return oracle.eval()
 
 
@@ -203,14 +219,14 @@ def main(args):
     output_dir.mkdir(parents=True, exist_ok=True)
     pictures, objects, sets = build_pictures(args.data, output_dir / "pictures.npy")
     if not args.cross_validate:
-        oracle = train(args, pictures, objects, np.ones(len(objects), bool), output_dir / "oracle.pt")
+        oracle = train_oracle(args, pictures, objects, np.ones(len(objects), bool), output_dir / "oracle")
         oracle.half().save_pretrained(output_dir / "oracle")
         print(f"The oracle is in {output_dir / 'oracle'}")
         return
     folds = {}
     for name in args.sets:
         held_out = sets == name
-        oracle = train(args, pictures, objects, ~held_out, output_dir / f"fold_{name}.pt")
+        oracle = train_oracle(args, pictures, objects, ~held_out, output_dir / f"fold_{name}")
         folds[name] = {"drawings": int(held_out.sum()), "styles": measure(oracle, pictures, objects, held_out)}
         print(name, json.dumps(folds[name]), flush=True)
         oracle.half().save_pretrained(output_dir / f"oracle_without_{name}")

@@ -42,7 +42,8 @@ def data(tmp_path_factory):
 @pytest.fixture
 def run(script, data):
     def run(folder, *options):
-        command = ["--data", data, "--output_dir", folder, "--train_batch_size", 4, "--max_train_steps", 4, *options]
+        command = ["--data", data, "--output_dir", folder, "--train_batch_size", 4, "--max_train_steps", 4]
+        command += ["--style_train_steps", 4, *options]
         script.main(script.parse_args([str(part) for part in command]))
 
     return run

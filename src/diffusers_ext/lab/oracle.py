@@ -80,7 +80,13 @@ class Oracle(ModelMixin, ConfigMixin):
         stages = [_Residual(a, b, 2) for a, b in zip(channels[:-1], channels[1:])]
         self.stages = nn.Sequential(*stages)
         self.object_head = nn.Linear(2 * channels[-1], len(objects))
-        self.style_head = nn.Linear(2 * channels[1], len(styles))
+        # Styles have a grid of four pixels that objects ignore: a branch of its own sees its phases as channels.
+        width = 2 * channels[0]
+        self.style_stem = nn.Sequential(
+            nn.PixelUnshuffle(4), nn.Conv2d(48, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        self.style_stage = _Residual(width, width, 2)
+        self.style_head = nn.Linear(2 * width, len(styles))
 
     def features(self, x):
         """
@@ -94,10 +100,13 @@ class Oracle(ModelMixin, ConfigMixin):
 
     def forward(self, x):
         """Logits of objects `(N, 64)` and styles `(N, 8)` for pictures `(N, 3, 64, 64)` in [-1, 1]."""
-        early = self.stages[0](self.stem(x))
-        features = _pool(self.stages[1:](early))
-        # A style is a matter of texture and colour, which early maps show best and deep ones have learnt to ignore.
-        return self.object_head(F.dropout(features, 0.3, self.training)), self.style_head(_pool(early))
+        return self.object_logits(x), self.style_logits(x)
+
+    def object_logits(self, x):
+        return self.object_head(F.dropout(self.features(x), 0.3, self.training))
+
+    def style_logits(self, x):
+        return self.style_head(_pool(self.style_stage(self.style_stem(x))))
 
     @torch.no_grad()
     def classify(self, images, batch_size=256):
@@ -135,8 +144,7 @@ def to_tensor(images, size=64):
         images = torch.cat([_resize(tensor, size) for tensor in tensors])
     if images.ndim != 4 or images.shape[1] != 3 or not len(images):
         raise ValueError(
-            "`images` has to hold at least one picture, shape (N, 3, height, width) but has "
-            f"{tuple(images.shape)}."
+            f"`images` has to hold at least one picture, shape (N, 3, height, width) but has {tuple(images.shape)}."
         )
     if not torch.isfinite(images).all():
         raise ValueError("`images` has values that are not finite: the pipeline produced NaN.")

@@ -57,9 +57,9 @@ class SAELens:
         from sae_lens.config import SAETrainerConfig
         from sae_lens.training.sae_trainer import SAETrainer as Trainer
 
-        config = TopKTrainingSAEConfig(
-            d_in=d_in, d_sae=num_latents, k=k, device=str(device), use_sparse_activations=self.sparse
-        )
+        # Its sparse products have no backward pass through the rescaling by decoder norms, which is on by default.
+        options = {"use_sparse_activations": self.sparse, "rescale_acts_by_decoder_norm": not self.sparse}
+        config = TopKTrainingSAEConfig(d_in=d_in, d_sae=num_latents, k=k, device=str(device), **options)
         settings = SAETrainerConfig(
             total_training_samples=steps * batch_size,
             train_batch_size_samples=batch_size,

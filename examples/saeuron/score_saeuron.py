@@ -16,13 +16,25 @@ from diffusers_ext import ConceptEdits, ConceptStatistics, SparseAutoencoder, co
 def parse_args(input_args=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sae", required=True, help="Folder or Hub id of the autoencoder.")
-    parser.add_argument("--output_dir", required=True, help="Receives concepts.safetensors and concepts.json.")
+    parser.add_argument("--subfolder", default=None)
+    parser.add_argument(
+        "--output_dir",
+        required=True,
+        help="Receives concepts.safetensors and concepts.json; edits that are there under other names are kept.",
+    )
     parser.add_argument("--pretrained_model_name_or_path", default=None, help="EmojiCanvas by default.")
     parser.add_argument(
         "--concepts_file",
         default=None,
         help="JSON: a list of groups, each an object from concept to prompts; concepts are scored against those of "
         "their group. EmojiCanvas' objects and styles by default.",
+    )
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        type=int,
+        default=None,
+        help="Numbers of the groups whose edits are saved; all by default.",
     )
     parser.add_argument("--num_features", type=int, default=16, help="Latents per step that an edit holds.")
     parser.add_argument("--multiplier", type=float, default=-4.0)
@@ -83,7 +95,7 @@ def main(args):
     groups = None if args.concepts_file is None else json.loads(Path(args.concepts_file).read_text(encoding="utf-8"))
     if groups is not None and not (isinstance(groups, list) and all(isinstance(g, dict) and g for g in groups)):
         raise ValueError(f"{args.concepts_file} has to hold a list of objects from concept to prompts.")
-    sae = SparseAutoencoder.from_pretrained(args.sae).to(state.device)
+    sae = SparseAutoencoder.from_pretrained(args.sae, subfolder=args.subfolder).to(state.device)
     source = args.pretrained_model_name_or_path or lab.pipeline_folder()
     pipe = DiffusionPipeline.from_pretrained(source, dtype=torch.float32).to(state.device)
     if groups is None:
@@ -92,11 +104,17 @@ def main(args):
         collected = [collect(args, pipe, sae, group, state) for group in groups]
     edits = []
     for number, statistics in enumerate(merge(part) for part in collected):
+        if args.groups is not None and number not in args.groups:
+            continue
         edits += [statistics.edit(name, args.num_features, multiplier=args.multiplier) for name in statistics.names]
         if args.save_statistics and state.is_main_process:
             statistics.save_pretrained(Path(args.output_dir) / f"statistics_{number}")
     if state.is_main_process:
-        ConceptEdits(edits).save_pretrained(args.output_dir)
+        present = {}
+        if (Path(args.output_dir) / "concepts.json").exists():
+            present = dict(ConceptEdits.from_pretrained(args.output_dir))
+        edits = ConceptEdits({**present, **{edit.name: edit for edit in edits}}.values())
+        edits.save_pretrained(args.output_dir)
         print(f"{len(edits)} edits are in {Path(args.output_dir).resolve()}")
 
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, set_seed
 from diffusers import DiffusionPipeline
-from diffusers.utils.hub_utils import load_or_create_model_card, populate_model_card
+from huggingface_hub import ModelCard, ModelCardData
 from tqdm.auto import tqdm
 
 from diffusers_ext import SparseAutoencoder, lab
@@ -128,15 +128,10 @@ k = {args.k}.
 |---|---|---|---|
 {rows}
 """
-    card = load_or_create_model_card(
-        repo_id_or_path=args.hub_model_id or folder.name,
-        from_training=True,
-        license="apache-2.0",
-        base_model=base,
-        model_description=description,
-    )
-    populate_model_card(card, tags=["diffusers", "sparse-autoencoder", "saeuron", "diffusers-ext"])
-    card.save(folder / "README.md")
+    # Not diffusers' `load_or_create_model_card`: it asks the Hub for a repository that is called like the folder.
+    tags = ["diffusers", "sparse-autoencoder", "saeuron", "diffusers-ext"]
+    data = ModelCardData(license="apache-2.0", library_name="diffusers", base_model=base, tags=tags)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n{description}").save(folder / "README.md")
 
 
 def main(args):

@@ -9,7 +9,7 @@ import torch
 from diffusers_ext import SAeUronStableDiffusionPipeline, lab
 from diffusers_ext.lab.results import write_result
 from diffusers_ext.methods.saeuron.evaluate_saeuron import OBJECTS, Bench
-from diffusers_ext.methods.saeuron.tune_saeuron import GRID, tune
+from diffusers_ext.methods.saeuron.tune_saeuron import tune
 
 
 def parse_args(input_args=None):
@@ -33,9 +33,11 @@ def main(args):
     pipe = lab.load_pipeline(SAeUronStableDiffusionPipeline)
     pipe.set_progress_bar_config(disable=True)
     pipe.load_sae(args.sae)
+    if (Path(args.sae) / "styles").is_dir():
+        pipe.load_sae(args.sae, subfolder="styles", component="sae_2")
     pipe.load_concepts(args.sae)
     bench = Bench(pipe, lab.load_oracle(), args.batch_size, args.num_inference_steps)
-    edits, tried = tune(bench, args.concepts, GRID, args.num_targets, args.num_retained, args.first_seed)
+    edits, tried = tune(bench, args.concepts, args.num_targets, args.num_retained, args.first_seed)
     edits.save_pretrained(args.sae)
     for name in args.concepts:
         print(f"{name}: {edits[name].num_features} latents, multiplier {edits[name].multiplier}")

@@ -81,7 +81,7 @@ print(json.dumps(facts))
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, ROOT]
-    subprocess.run(build, check=True, timeout=300)
+    subprocess.run(build, check=True, timeout=900)
     (wheel,) = folder.iterdir()
     return wheel
 
@@ -90,12 +90,12 @@ def wheel(tmp_path_factory):
 def run_installed(wheel, tmp_path_factory):
     """Runs Python with the wheel in front of everything else, in an empty folder."""
     site, empty = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
-    subprocess.run([*PIP, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True, timeout=300)
+    subprocess.run([*PIP, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True, timeout=900)
 
     def run(*arguments):
         command = [sys.executable, *map(str, arguments)]
         env = {**os.environ, "PYTHONPATH": str(site)}
-        done = subprocess.run(command, cwd=empty, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=empty, env=env, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 

@@ -21,6 +21,7 @@ from .components import TIMESTEPS, flux_inputs, tiny_flux_transformer, tiny_stab
 from .hooks import HookContract
 from .models import ModelContract
 from .pipelines import PipelineContract
+from .training import TrainingContract, run_script, start_script
 
 
 __all__ = [
@@ -28,7 +29,10 @@ __all__ = [
     "HookContract",
     "ModelContract",
     "PipelineContract",
+    "TrainingContract",
     "flux_inputs",
+    "run_script",
+    "start_script",
     "tiny_flux_transformer",
     "tiny_stable_diffusion",
     "tiny_tokenizer",

@@ -11,8 +11,10 @@ from .concepts_saeuron import ConceptEdits
 from .evaluate_saeuron import Picture, retention_pictures, target_pictures
 
 
-# From mild to strong: of settings that do equally well the first is kept.
-GRID = tuple((features, multiplier) for multiplier in (-1.0, -4.0, -12.0) for features in (2, 4, 8, 16))
+# From mild to strong: of settings that do equally well the first is kept. An object sits in a few latents of few
+# tokens; a style is spread over many latents of every token.
+OBJECT_GRID = ((8, -4.0), (8, -8.0), (8, -12.0), (16, -12.0), (16, -20.0))
+STYLE_GRID = ((16, -2.0), (32, -1.0), (64, -1.0), (32, -3.0), (64, -3.0), (128, -2.0), (128, -4.0))
 
 
 class ValidationPicture(Picture):
@@ -32,17 +34,15 @@ def score(row):
     return (row["ua"] + (min(row["in_domain"], 1.0) + min(row["cross_domain"], 1.0)) / 2) / 2
 
 
-def tune(bench, concepts, grid=GRID, num_targets=8, num_retained=16, first_seed=0, enough=0.97):
+def tune(bench, concepts, num_targets=8, num_retained=16, first_seed=0, enough=0.97):
     """
     Tries settings on validation pictures and keeps the best of each concept.
 
     Args:
         bench ([`Bench`]):
-            Pipeline with autoencoder and edits that hold as many latents as the grid asks for, and the oracle.
+            Pipeline with autoencoder and edits that hold as many latents as the grids ask for, and the oracle.
         concepts (`list[str]`):
             Concepts to tune.
-        grid (`list[tuple[int, float]]`, *optional*):
-            Pairs of `num_features` and `multiplier`, from mild to strong.
         num_targets (`int`), num_retained (`int`):
             Pictures with and without the concept per setting.
         first_seed (`int`):
@@ -59,7 +59,7 @@ def tune(bench, concepts, grid=GRID, num_targets=8, num_retained=16, first_seed=
         targets = in_other_words(target_pictures([concept], num_targets, first_seed))
         retained = in_other_words(retention_pictures([concept], num_retained, first_seed + 1000))
         rows = []
-        for num_features, multiplier in grid:
+        for num_features, multiplier in OBJECT_GRID if concept in lab.OBJECTS else STYLE_GRID:
             settings = {"num_features": num_features, "multiplier": multiplier}
             row = bench.measure([concept], targets, retained, **settings)
             rows.append({**settings, **row, "score": score(row)})

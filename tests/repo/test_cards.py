@@ -19,7 +19,8 @@ def render_cards():
 
 
 def test_cards_and_tables_are_up_to_date(render_cards):
-    stale = [str(path.relative_to(ROOT)) for path, text in render_cards.render_all().items() if path.read_text() != text]
+    rendered = render_cards.render_all()
+    stale = [str(path.relative_to(ROOT)) for path, text in rendered.items() if path.read_text() != text]
     assert not stale, f"run `make cards`: {stale}"
 
 

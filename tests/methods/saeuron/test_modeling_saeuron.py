@@ -12,7 +12,8 @@ from diffusers_ext.methods.saeuron.convert_saeuron import convert
 
 
 GOLDEN_VARIANTS = (
-    "patch", "batch", "sample", "multi", "batch_multi", "unitnorm", "patch_dead_many", "patch_dead_few", "batch_dead_many",
+    "patch", "batch", "sample", "multi", "batch_multi", "unitnorm", "patch_dead_many", "patch_dead_few",
+    "batch_dead_many",
     "batch_dead_few",
 )  # fmt: skip
 INTEROP = (

@@ -76,7 +76,8 @@ def detect_format(source, subfolder=None, **hub_options):
             local = [hf_hub_download(str(source), file, subfolder=subfolder, **hub_options) for file in files[::-1]]
         except LocalEntryNotFoundError as error:
             raise FileNotFoundError(
-                f"{source} is neither a folder nor in the local cache, and the Hub cannot be reached. Connect, set HF_ENDPOINT, or "
+                f"{source} is neither a folder nor in the local cache, and the Hub cannot be reached. "
+                f"Connect, set HF_ENDPOINT, or "
                 f"download it elsewhere and pass the folder."
             ) from error
         except EntryNotFoundError:
@@ -269,7 +270,9 @@ _READERS = {
 
 
 def write_folder_aside(folder, write):
-    """Calls `write(temporary_folder)`, then moves its files into `folder`: nothing appears there unless all was written."""
+    """
+    Calls `write(temporary_folder)`, then moves its files into `folder`: nothing appears there unless all was written.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
@@ -334,7 +337,8 @@ def convert(source, destination, format=None):
 
     Args:
         source (`str` or `os.PathLike`): local folder or Hub id.
-        destination (`str` or `os.PathLike`): receives `config.json` and the weights; left as it was when anything fails.
+        destination (`str` or `os.PathLike`): receives `config.json` and the weights; left as it was when anything
+        fails.
         format (`str`, *optional*): fails unless the source has this format, a key of `FORMATS`.
 
     Returns:

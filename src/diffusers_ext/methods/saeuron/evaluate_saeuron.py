@@ -16,6 +16,8 @@ from diffusers_ext.lab.results import write_result
 # Figures are taken on these concepts: ten objects of every kind (animals, fruit, vehicles, things) and all eight
 # styles.
 OBJECTS = ("cat", "owl", "penguin", "red apple", "pineapple", "sunflower", "automobile", "rocket", "guitar", "house")
+# The error term of the published code is measured beside ours on these.
+OFFICIAL = ("cat", "rocket", "neon", "mosaic")
 TRIPLES = (("cat", "rocket", "neon"), ("red apple", "guitar", "blueprint"), ("owl", "automobile", "house"))
 # Parameters were chosen with other seeds and in other words (`tune_saeuron`): a figure never sees the pictures of the
 # choice.
@@ -48,13 +50,18 @@ def target_pictures(concepts, per_concept, first_seed):
 
 
 def retention_pictures(concepts, count, first_seed):
-    """Pictures that name none of `concepts`, going round all other objects and styles."""
-    objects = [name for name in lab.OBJECTS if name not in concepts]
-    styles = [name for name in lab.STYLES if name not in concepts]
-    return [
-        Picture(objects[i % len(objects)], styles[(i + i // len(objects)) % len(styles)], first_seed + i)
-        for i in range(count)
-    ]
+    """
+    Pictures that name none of `concepts`, out of one sequence that goes round all objects and styles: different
+    concepts keep mostly the same pictures.
+    """
+    pictures, number = [], 0
+    while len(pictures) < count:
+        name = lab.OBJECTS[number * 37 % len(lab.OBJECTS)]
+        style = lab.STYLES[(number + number // len(lab.OBJECTS)) % len(lab.STYLES)]
+        if name not in concepts and style not in concepts:
+            pictures.append(Picture(name, style, first_seed + number))
+        number += 1
+    return pictures
 
 
 def judge(oracle, images, pictures):
@@ -155,13 +162,12 @@ def evaluate(output_dir, seed=0, quick=False, **options):
     concepts = ("cat", "neon") if quick else OBJECTS + lab.STYLES
     triples = TRIPLES[:1] if quick else TRIPLES
 
-    rows, pictures = {"exact": {}, "official": {}}, {}
+    rows = {"exact": {}, "official": {}}
     for concept in tqdm(concepts, desc="Concepts"):
         count = per_concept if concept in lab.OBJECTS else 2 * per_concept
         targets = target_pictures([concept], count, first_seed)
         retained = retention_pictures([concept], retained_count, first_seed)
-        pictures[concept] = targets, retained
-        for error in rows:
+        for error in ("exact", "official") if concept in OFFICIAL else ("exact",):
             rows[error][concept] = bench.measure([concept], targets, retained, error=error)
     several = {}
     for triple in tqdm(triples, desc="Three at once"):
@@ -188,7 +194,10 @@ def evaluate(output_dir, seed=0, quick=False, **options):
         "concepts": rows,
         "three_at_once": several,
         "summary": {**by_domain(rows["exact"]), "three_at_once": summarise(several)},
-        "summary_official": by_domain(rows["official"]),
+        "error_terms_on_the_same_concepts": {
+            error: by_domain({concept: found[concept] for concept in rows["official"]})
+            for error, found in rows.items()
+        },
         "strength_0_bit_equal": bit_equal,
         "seconds": round(time.time() - started),
     }

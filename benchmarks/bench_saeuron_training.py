@@ -15,7 +15,7 @@ import torch
 
 from diffusers_ext import SparseAutoencoder
 from diffusers_ext.lab.results import write_result
-from diffusers_ext.methods.saeuron.training_saeuron import SAETrainer
+from diffusers_ext.methods.saeuron.training_saeuron import SAETrainer, geometric_median
 
 
 # name: (channels, latents, k, tokens per step)
@@ -59,6 +59,8 @@ class SAELens:
 
         # Its sparse products have no backward pass through the rescaling by decoder norms, which is on by default.
         options = {"use_sparse_activations": self.sparse, "rescale_acts_by_decoder_norm": not self.sparse}
+        # The others begin with decoder rows of unit norm, too.
+        options["decoder_init_norm"] = 1.0
         config = TopKTrainingSAEConfig(d_in=d_in, d_sae=num_latents, k=k, device=str(device), **options)
         settings = SAETrainerConfig(
             total_training_samples=steps * batch_size,
@@ -71,6 +73,8 @@ class SAELens:
         self.trainer = Trainer(settings, TopKTrainingSAE(config), iter(()))
 
     def step(self, number, tokens):
+        if number == 0:
+            self.trainer.sae.b_dec.data.copy_(geometric_median(tokens))
         self.trainer.step(tokens)
         self.trainer.n_training_steps += 1
 

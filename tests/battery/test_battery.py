@@ -54,12 +54,12 @@ def tiny_sae(**kwargs):
         return SparseAutoencoder(**{**settings, **kwargs}).eval()
 
 
-def tiny_edit(sae):
+def tiny_edit(sae, name="cat"):
     generator = torch.Generator().manual_seed(0)
     indices = torch.stack([torch.randperm(sae.num_latents, generator=generator)[:40] for _ in TIMESTEPS]).int()
     mean = torch.ones(indices.shape)
     sizes = {"num_latents": sae.num_latents, "sae": sae.fingerprint()}
-    return ConceptEdit("cat", torch.tensor(TIMESTEPS), indices, mean, mean * 0, multiplier=-4.0, **sizes)
+    return ConceptEdit(name, torch.tensor(TIMESTEPS), indices, mean, mean * 0, multiplier=-4.0, **sizes)
 
 
 class TestSAeUronHook(HookContract):
@@ -102,11 +102,12 @@ class TestSAeUronHookOnFlux(TestSAeUronHook):
 class TestSAeUronPipeline(PipelineContract):
     method = "saeuron"
     pipeline_class = SAeUronStableDiffusionPipeline
-    inputs = {"unlearn": ["cat"]}
+    inputs = {"unlearn": ["cat", "neon"]}
 
     def make_pipeline(self):
-        pipe = tiny_stable_diffusion(self.pipeline_class, sae=tiny_sae())
-        pipe.load_concepts(ConceptEdits([tiny_edit(pipe.sae)]))
+        styles = tiny_sae(hook={"module": "down_blocks.1.attentions.0"}, expansion_factor=2)
+        pipe = tiny_stable_diffusion(self.pipeline_class, sae=tiny_sae(), sae_2=styles)
+        pipe.load_concepts(ConceptEdits([tiny_edit(pipe.sae), tiny_edit(pipe.sae_2, "neon")]))
         return pipe
 
     def after_loading(self, pipe, original):

@@ -270,34 +270,52 @@ def test_resumed_training_equals_uninterrupted_training_bit_for_bit(activation, 
     assert torch.equal(second.tokens_since_fired, straight.tokens_since_fired)
 
 
-def _train_a_share(rank, world_size, address, activation, steps, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+ACTIVATIONS = ("topk", "batch_topk")
+
+
+def train_small(activation, steps=6, rank=0, world_size=1):
+    """A trainer after its last step, on its share of every batch, and the loss of that step."""
+    distributed = world_size > 1
     trainer = SAETrainer(
-        small_sae(activation=activation), steps, learning_rate=1e-3, dead_feature_threshold=100, distributed=True
+        small_sae(activation=activation),
+        steps,
+        learning_rate=1e-3,
+        dead_feature_threshold=100,
+        distributed=distributed,
     )
     for batch in tokens_of_few_directions(steps * 64).split(64):
         output = trainer.step(batch.chunk(world_size)[rank])
-    torch.save({**trainer.state_dict(), "fvu": output.fvu}, f"{folder}/{rank}.pt")
+    return trainer, output.fvu
+
+
+def _train_a_share(rank, world_size, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    for activation in ACTIVATIONS:
+        trainer, fvu = train_small(activation, rank=rank, world_size=world_size)
+        torch.save({**trainer.state_dict(), "fvu": fvu}, f"{folder}/{activation}-{rank}.pt")
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """Folder of the states of two processes that trained together, with every activation."""
+    folder = tmp_path_factory.mktemp("two_processes")
+    mp.spawn(_train_a_share, (2, str(folder)), nprocs=2)
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("activation", ["topk", "batch_topk"])
-def test_two_processes_equal_one_on_the_same_tokens(activation, tmp_path):
-    steps = 6
-    single = SAETrainer(small_sae(activation=activation), steps, learning_rate=1e-3, dead_feature_threshold=100)
-    for batch in tokens_of_few_directions(steps * 64).split(64):
-        output = single.step(batch)
-    address = f"file://{tmp_path}/rendezvous"
-    mp.spawn(_train_a_share, (2, address, activation, steps, str(tmp_path)), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_two_processes_equal_one_on_the_same_tokens(two_processes, activation):
+    first, second = (torch.load(two_processes / f"{activation}-{rank}.pt", weights_only=True) for rank in range(2))
+    single, fvu = train_small(activation)
     for name, expected in single.sae.state_dict().items():
         assert torch.equal(first["sae"][name], second["sae"][name])
         torch.testing.assert_close(first["sae"][name], expected, atol=1e-5, rtol=0)
     assert torch.equal(first["tokens_since_fired"], single.tokens_since_fired)
-    assert float(first["fvu"]) == pytest.approx(float(output.fvu), rel=1e-5)
+    assert float(first["fvu"]) == pytest.approx(float(fvu), rel=1e-5)
     # Dead latents took part: their loss is part of what was compared.
     assert single.dead_mask.any()
 

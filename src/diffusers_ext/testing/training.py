@@ -154,7 +154,7 @@ class TrainingContract:
     def test_killed_and_resumed_it_ends_bit_for_bit_the_same(self, settings, run, trained, tmp_path):
         arguments = self.all_settings(settings, tmp_path)
         process = start_script(self.script, arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 900
         while not checkpoints(tmp_path) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         process.kill()

@@ -175,11 +175,6 @@ def evaluate(output_dir, seed=0, quick=False, **options):
         retained = retention_pictures(triple, retained_count, first_seed)
         several[" + ".join(triple)] = bench.measure(triple, targets, retained)
 
-    probe = retention_pictures([], 8, first_seed)
-    pipe.unlearn(list(concepts[:1]), strength=0.0)
-    bit_equal = bool((bench.draw(probe) == bench.unedited(probe)).all())
-    pipe.clear_unlearning()
-
     edits = {name: pipe.concept_edits[name] for name in concepts}
     result = {
         "method": "saeuron",
@@ -198,13 +193,24 @@ def evaluate(output_dir, seed=0, quick=False, **options):
             error: by_domain({concept: found[concept] for concept in rows["official"]})
             for error, found in rows.items()
         },
-        "strength_0_bit_equal": bit_equal,
+        "strength_0_bit_equal": strength_0_is_bit_equal(bench, concepts, first_seed),
         "seconds": round(time.time() - started),
     }
     output_dir = Path(output_dir)
     write_result(output_dir / "saeuron.json", result)
     draw_table(bench, first_seed, concepts).save(output_dir / "saeuron.png")
     return result
+
+
+def strength_0_is_bit_equal(bench, concepts, first_seed):
+    """Whether pictures with every concept at strength 0 are those of the stock model, drawn in the same batch."""
+    probe = retention_pictures([], 8, first_seed)
+    stock = bench.draw(probe)
+    bench.pipe.unlearn(list(concepts), strength=0.0)
+    try:
+        return bool((bench.draw(probe) == stock).all())
+    finally:
+        bench.pipe.clear_unlearning()
 
 
 def by_domain(rows):

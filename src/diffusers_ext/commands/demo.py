@@ -15,7 +15,7 @@ EXAMPLE = "diffusers-ext demo saeuron --output-dir outputs/demo"
 def run(
     name: Annotated[str, typer.Argument(help="Name of a method.")] = "saeuron",
     output_dir: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("outputs/demo"),
-    seed: Annotated[int, typer.Option(help="Seed of the pictures.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the pictures.")] = 3,
     quiet: Annotated[bool, typer.Option(help="Show no progress bar.")] = False,
 ):
     """Show a method on the lab model, in about a minute on a laptop's CPU."""

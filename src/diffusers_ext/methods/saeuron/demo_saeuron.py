@@ -11,13 +11,14 @@ from .heatmaps_saeuron import overlay_heatmap
 
 
 OBJECT, STYLE = "cat", "neon"
+NUM_STEPS = 12
 CAPTIONS = (
     ("cat", "sticker"), ("cat", "blueprint"), ("cat", "neon"), ("rocket", "neon"), ("sunflower", "neon"),
     ("rocket", "sticker"), ("sunflower", "watercolour"), ("house", "ink"),
 )  # fmt: skip
 
 
-def demo(output, seed=0, quiet=False):
+def demo(output, seed=3, quiet=False):
     """
     Draws one PNG: pictures of the unedited model, without an object, without a style, without both, and where the
     object fires.
@@ -25,7 +26,7 @@ def demo(output, seed=0, quiet=False):
     Args:
         output (`Path`):
             Folder of the picture.
-        seed (`int`, *optional*, defaults to 0):
+        seed (`int`, *optional*, defaults to 3):
             Seed of the pictures.
         quiet (`bool`, *optional*, defaults to `False`):
             Whether to hide the progress bar.
@@ -43,11 +44,11 @@ def demo(output, seed=0, quiet=False):
     with tqdm(total=len(rows) + 1, desc="Drawing", disable=quiet) as bar:
         for label, concepts in rows:
             labels.append(label)
-            images += list(generate(pipe, prompts, seeds, unlearn=concepts))
+            images += list(generate(pipe, prompts, seeds, num_inference_steps=NUM_STEPS, unlearn=concepts))
             bar.update()
         generators = [torch.Generator().manual_seed(s) for s in seeds]
         heat, stock = pipe.concept_heatmap(
-            OBJECT, prompts, num_inference_steps=20, guidance_scale=4.0, generator=generators
+            OBJECT, prompts, num_inference_steps=NUM_STEPS, guidance_scale=4.0, generator=generators
         )
         images += [overlay_heatmap(image, heat[i]) for i, image in enumerate(stock)]
         labels.append(f"where\n{OBJECT!r}\nfires")

@@ -4,6 +4,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -71,20 +72,24 @@ def detect_format(source, subfolder=None, **hub_options):
         raise FileNotFoundError(_no_files(path, sorted(file.name for file in path.iterdir())))
     if Path(source).exists() or str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
         raise FileNotFoundError(f"{path} is neither a folder nor a Hub id (`organisation/name`).")
+    unreachable = None
     for name, files in FORMATS.items():
         try:
             local = [hf_hub_download(str(source), file, subfolder=subfolder, **hub_options) for file in files[::-1]]
         except LocalEntryNotFoundError as error:
-            raise FileNotFoundError(
-                f"{source} is neither a folder nor in the local cache, and the Hub cannot be reached. "
-                f"Connect, set HF_ENDPOINT, or "
-                f"download it elsewhere and pass the folder."
-            ) from error
+            # Offline, a file that the repository lacks and one that is not cached look alike: try every format.
+            unreachable = error
+            continue
         except EntryNotFoundError:
             continue
         except HFValidationError as error:
             raise FileNotFoundError(f"{source} is neither a folder nor a Hub id: {error}") from error
         return Path(local[0]).parent, name
+    if unreachable is not None:
+        raise FileNotFoundError(
+            f"{source} is neither a folder nor in the local cache, and the Hub cannot be reached. Connect, set "
+            f"HF_ENDPOINT, or download it elsewhere and pass the folder."
+        ) from unreachable
     raise FileNotFoundError(_no_files(f"{source}/{subfolder or ''}", None))
 
 
@@ -133,10 +138,15 @@ def _read_tensors(path):
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        # The message of torch advises to load the file without this protection; only the name in it is passed on.
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        if refused:
+            raise ValueError(f"{path} is refused: it holds more than tensors, namely {refused[1]}.") from error
         raise ValueError(
-            f"{path} is refused: it holds more than tensors ({str(error).strip().splitlines()[0]})."
+            f"{path} is refused: it holds more than tensors or is no PyTorch file. Download it again."
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    # What a damaged pickle raises depends on the byte that is read as an instruction.
+    except (RuntimeError, EOFError, OSError, LookupError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no complete PyTorch file ({error}). Download it again.") from error
     loaded = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
     if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
@@ -213,6 +223,8 @@ def _read_saelens(config, state_dict, source):
 
 def _read_dictionary_learning(config, state_dict, source):
     trainer = config["trainer"]
+    if not isinstance(trainer, dict):
+        raise ValueError(f"`trainer` in {source} has to be an object but is {trainer!r}.")
     kind = trainer["dict_class"]
     names = {"encoder.weight": "encoder.weight", "encoder.bias": "encoder.bias", "decoder.weight": "W_dec"}
     names |= {"W_enc": "encoder.weight", "b_enc": "encoder.bias", "bias": "b_dec"}

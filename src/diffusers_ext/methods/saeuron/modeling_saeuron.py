@@ -102,6 +102,7 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
             What [`~SparseAutoencoder.fingerprint`] was before the weights were cast to bfloat16; not set by hand.
 
     Raises:
+        TypeError: on sizes that are no integers.
         ValueError: on sizes that are not positive, `k` larger than the number of latents, or unknown names.
 
     Example:
@@ -134,6 +135,10 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
         fingerprint: str | None = None,
     ):
         super().__init__()
+        sizes = {"d_in": d_in, "num_latents": num_latents, "expansion_factor": expansion_factor, "k": k}
+        for name, value in sizes.items():
+            if not isinstance(value, int):
+                raise TypeError(f"`{name}` has to be an integer but is {value!r}.")
         if d_in < 1 or num_latents < 0 or expansion_factor < 1:
             raise ValueError(
                 f"`d_in` and `expansion_factor` have to be positive and `num_latents` not negative but are {d_in}, "
@@ -237,7 +242,9 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
             `tuple` of values and indices: per token `(..., k)`; in training, over the whole batch or per sample where
             the activation says so, one row per group with indices into the flattened group.
         """
-        k = k or self.config.k
+        k = self.config.k if k is None else k
+        if not 1 <= k <= self.num_latents:
+            raise ValueError(f"`k` has to be between 1 and the number of latents, {self.num_latents}, but is {k}.")
         a = F.relu(h) if self.config.relu_before_topk else h
         tokens = h[..., 0].numel()
         if self.training and self.config.activation == "batch_topk":

@@ -5,6 +5,7 @@ together.
 """
 
 import argparse
+import datetime
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.training_utils import EMAModel, compute_snr
@@ -41,7 +43,7 @@ def parse_args(input_args=None):
         help="Pipeline folder to go on from instead of random weights; of its autoencoder only the decoder is trained",
     )
     parser.add_argument(
-        "--decoder_train_steps", type=int, default=600, help="Steps of the decoder with `--init_from`."
+        "--decoder_train_steps", type=int, default=600, help="Steps that fit the decoder to whole latents."
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vae_train_steps", type=int, default=2400)
@@ -312,6 +314,7 @@ def train_unet(args, vae, pictures, objects, styles, device):
     weights = torch.tensor([w * (1 - args.caption_dropout) for w in CAPTION_WEIGHTS] + [args.caption_dropout])
 
     unet.train(), text_encoder.train()
+    rank, world_size = processes()
     last_step = min(args.max_train_steps, args.stop_after or args.max_train_steps)
     running, batch_size = 0.0, args.train_batch_size
     for step in range(first_step, last_step):
@@ -322,6 +325,8 @@ def train_unet(args, vae, pictures, objects, styles, device):
         # variance.
         jitter = torch.rand(batch_size, generator=generator)
         timesteps = ((torch.arange(batch_size) + jitter) / batch_size * 1000).long().to(device)
+        # Every process draws the whole batch and works on its share, so that all generators stay equal.
+        index, form, noise, timesteps = (t[rank::world_size] for t in (index, form, noise, timesteps))
         noisy = scheduler.add_noise(latents[index], noise, timesteps)
         encoder_hidden_states = text_encoder(ids[form, index])[0]
         predicted = unet(noisy, timesteps, encoder_hidden_states, return_dict=False)[0]
@@ -332,20 +337,36 @@ def train_unet(args, vae, pictures, objects, styles, device):
         for group in optimizer.param_groups:
             group["lr"] = float(learning_rate(step, args))
         loss.backward()
+        if world_size > 1:
+            average_gradients(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         ema.step(parameters)
         running += loss.item()
         if (step + 1) % 50 == 0:
-            print(f"unet step {step + 1} loss {running / 50:.4f} {time.strftime('%H:%M:%S')}", flush=True)
+            if rank == 0:
+                print(f"unet step {step + 1} loss {running / 50:.4f} {time.strftime('%H:%M:%S')}", flush=True)
             running = 0.0
-        if (step + 1) % args.checkpointing_steps == 0 or step + 1 == last_step:
+        if rank == 0 and ((step + 1) % args.checkpointing_steps == 0 or step + 1 == last_step):
             state = {"unet": unet.state_dict(), "text_encoder": text_encoder.state_dict(), "ema": ema.state_dict()}
             state |= {"optimizer": optimizer.state_dict(), "step": step + 1, "generator": generator.get_state()}
             save_aside(state, path)
     ema.copy_to(parameters)
     return unet.eval(), text_encoder.eval(), tokenizer
+
+
+def processes():
+    """Rank of this process and number of processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def average_gradients(parameters):
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, gradient in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad.copy_(gradient.view_as(p))
 
 
 def tokenize(tokenizer, captions):
@@ -388,18 +409,27 @@ def save_pipeline(folder, vae, unet, text_encoder, tokenizer):
 def main(args):
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "WORLD_SIZE" in os.environ:
+        # The others wait while the first one trains the autoencoder.
+        dist.init_process_group("gloo", timeout=datetime.timedelta(days=1))
+    rank, _ = processes()
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     pictures, objects, styles = load_training_pictures(args.data)
     print(f"{len(pictures)} pictures on {device}", flush=True)
+    if rank > 0:
+        dist.barrier()
     if args.init_from is None:
         vae = train_vae(args, pictures, device)
     else:
         vae = AutoencoderKL.from_pretrained(args.init_from, subfolder="vae", dtype=torch.float32).to(device).eval()
-        vae = train_decoder(args, vae, pictures, device)
+    vae = train_decoder(args, vae, pictures, device)
+    if rank == 0 and dist.is_initialized():
+        dist.barrier()
     unet, text_encoder, tokenizer = train_unet(args, vae, pictures, objects, styles, device)
-    save_pipeline(Path(args.output_dir) / "pipeline", vae, unet, text_encoder, tokenizer)
-    print(f"The pipeline is in {Path(args.output_dir) / 'pipeline'}")
+    if rank == 0:
+        save_pipeline(Path(args.output_dir) / "pipeline", vae, unet, text_encoder, tokenizer)
+        print(f"The pipeline is in {Path(args.output_dir) / 'pipeline'}")
 
 
 if __name__ == "__main__":

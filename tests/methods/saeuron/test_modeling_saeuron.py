@@ -155,7 +155,8 @@ class TestSaving:
     def test_fingerprint_changes_with_the_weights_only(self, sae, tmp_path):
         before = sae.fingerprint()
         assert sae.half().fingerprint() == before
-        sae.W_dec.data[0, 0] += 1
+        with torch.no_grad():
+            sae.W_dec[0, 0] += 1
         assert sae.fingerprint() != before
 
     @pytest.mark.parametrize("format", ["sparsify", "saelens"])
@@ -201,6 +202,16 @@ class TestBadInput:
     def test_construction(self, kwargs, message):
         with pytest.raises(ValueError, match=message):
             SparseAutoencoder(**kwargs)
+
+    @pytest.mark.parametrize("shape", [(3, 15), (1, 16, 4, 4)])
+    def test_tokens_of_another_width(self, sae, shape):
+        with pytest.raises(ValueError, match=r"takes tokens of shape \(\.\.\., 16\)"):
+            sae(torch.zeros(shape))
+
+    def test_samples_that_do_not_divide_the_tokens(self):
+        sae = SparseAutoencoder(d_in=16, activation="sample_topk", k=4).train()
+        with pytest.raises(ValueError, match="divide the number of tokens, 6, into samples"):
+            sae.encode(torch.randn(6, 16), num_samples=4)
 
     @pytest.fixture
     def folder(self, sae, tmp_path):

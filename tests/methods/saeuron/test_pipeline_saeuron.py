@@ -244,6 +244,12 @@ class TestPipeline:
         assert overlay_heatmap(images[0], heat[0]).size == (64, 64)
         assert pipe.unlearned_concepts == {"cat": 1.0}
 
+    @pytest.mark.parametrize("output_type", ["pil", "np", "pt"])
+    def test_heat_map_of_the_size_of_the_picture(self, pipe, output_type):
+        call = dict(prompt=["cat"], num_inference_steps=2, generator=torch.Generator().manual_seed(0))
+        heat, _ = pipe.concept_heatmap("cat", per_step=True, image_size=True, output_type=output_type, **call)
+        assert heat.shape == (2, 1, 64, 64) and 0 <= heat.min() and heat.max() <= 1
+
     def test_statistics_do_not_depend_on_the_batch_size(self, pipe, sae):
         prompts = {"cat": ["cat, ink style", "cat, neon style", "cat"], "owl": ["owl"]}
         one, three = (collect_statistics(pipe, sae, prompts, 2, 4.0, batch_size=n) for n in (1, 3))

@@ -10,7 +10,9 @@ from .hooks_saeuron import SAeUronConfig, build_tables, find_block, record_activ
 
 
 @torch.no_grad()
-def concept_heatmap(pipe, sae, edit, prompt, num_features=None, denoiser=None, per_step=False, **kwargs):
+def concept_heatmap(
+    pipe, sae, edit, prompt, num_features=None, denoiser=None, per_step=False, image_size=False, **kwargs
+):
     r"""
     Draws pictures with the model as it is and maps where a concept's latents exceed their gates.
 
@@ -27,12 +29,15 @@ def concept_heatmap(pipe, sae, edit, prompt, num_features=None, denoiser=None, p
             `pipe.unet` or `pipe.transformer` by default.
         per_step (`bool`, *optional*, defaults to `False`):
             Whether to return a map for every forward pass instead of their mean.
+        image_size (`bool`, *optional*, defaults to `False`):
+            Whether maps are enlarged to the size of the pictures, bilinearly.
         kwargs:
             Arguments of the pipeline's call, for instance `num_inference_steps` and `generator`.
 
     Returns:
-        `tuple` of heat maps, `torch.Tensor` of shape `(batch, height, width)` in [0, 1] at the size of the block (with
-        `per_step` `(steps, batch, height, width)`), 1 being the strongest place of all, and the pipeline's images.
+        `tuple` of heat maps, `torch.Tensor` of shape `(batch, height, width)` in [0, 1] at the size of the block, or of
+        the pictures (with `per_step` `(steps, batch, height, width)`), 1 being the strongest place of the block, and
+        the pipeline's images.
 
     Raises:
         ValueError: when the hook point is not a map.
@@ -78,7 +83,20 @@ def concept_heatmap(pipe, sae, edit, prompt, num_features=None, denoiser=None, p
         handle.remove()
     heat = torch.stack(maps).reshape(len(maps), batch, *shape)
     heat = heat if per_step else heat.mean(0)
-    return heat / heat.max().clamp_min(1e-12), images
+    heat = heat / heat.max().clamp_min(1e-12)
+    return _enlarge(heat, _size_of(images[0])) if image_size else heat, images
+
+
+def _size_of(image):
+    """Height and width of a picture in any of the pipeline's output types."""
+    if isinstance(image, Image.Image):
+        return image.height, image.width
+    return image.shape[-2:] if isinstance(image, torch.Tensor) else image.shape[:2]
+
+
+def _enlarge(heat, size):
+    maps = F.interpolate(heat.reshape(-1, 1, *heat.shape[-2:]).float(), size, mode="bilinear", align_corners=False)
+    return maps.reshape(*heat.shape[:-2], *size)
 
 
 def overlay_heatmap(image, heat, opacity=0.75):
@@ -101,10 +119,7 @@ def overlay_heatmap(image, heat, opacity=0.75):
     """
     if heat.ndim != 2:
         raise ValueError(f"`heat` has to have shape (height, width) but has {tuple(heat.shape)}.")
-    size = (image.height, image.width)
-    heat = (
-        F.interpolate(heat[None, None].float(), size, mode="bilinear", align_corners=False)[0, 0].clamp(0, 1).numpy()
-    )
+    heat = _enlarge(heat, _size_of(image)).clamp(0, 1).numpy()
     colour = np.stack([np.ones_like(heat), np.clip(2 * heat - 1, 0, 1), np.zeros_like(heat)], -1)
     alpha = opacity * heat[..., None]
     grey = np.asarray(image.convert("L"), np.float32)[..., None] / 255

@@ -161,6 +161,7 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
             self.threshold = nn.Parameter(torch.zeros(self.num_latents))
         if skip_connection:
             self.W_skip = nn.Parameter(torch.zeros(d_in, d_in))
+        self._fingerprint = None
         self.normalize_decoder_()
 
     @torch.no_grad()
@@ -177,6 +178,11 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
         Returns:
             `tuple`: the tokens as the encoder sees them, and a function that undoes the normalisation.
         """
+        if x.shape[-1] != self.config.d_in:
+            raise ValueError(
+                f"The autoencoder takes tokens of shape (..., {self.config.d_in}) but got {tuple(x.shape)}. Maps of "
+                f"shape (batch, channels, height, width) have to be flattened to tokens first."
+            )
         norm = self.config.input_norm
         if norm == "none":
             return x, lambda y: y
@@ -251,6 +257,11 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
             return a.reshape(1, -1).topk(k * tokens, sorted=False)
         if self.training and self.config.activation == "sample_topk":
             samples = num_samples or h.shape[0]
+            if tokens % samples or k * samples > h.numel():
+                raise ValueError(
+                    f"`num_samples` has to divide the number of tokens, {tokens}, into samples of at least k = {k} "
+                    f"latents, but is {samples}."
+                )
             return a.reshape(samples, -1).topk(k, sorted=False)
         return a.topk(k, sorted=False)
 
@@ -288,8 +299,17 @@ class SparseAutoencoder(ModelMixin, ConfigMixin):
         return SparseAutoencoderOutput(sample=sample, latents=latents) if return_dict else (sample, latents)
 
     def fingerprint(self):
-        """Sixteen hexadecimal digits that change with the weights: what a saved edit says it was made for."""
-        return self.config.fingerprint or _digest(self.state_dict())
+        """
+        Sixteen hexadecimal digits that change with the weights: what a saved edit says it was made for. Kept until the
+        weights change; writing through `.data` goes unnoticed, as it does by autograd.
+        """
+        if self.config.fingerprint:
+            return self.config.fingerprint
+        # Hashing full-size weights takes about a second, and every call that names concepts asks.
+        version = [(p.data_ptr(), p._version) for p in self.parameters()]
+        if self._fingerprint is None or self._fingerprint[0] != version:
+            self._fingerprint = version, _digest(self.state_dict())
+        return self._fingerprint[1]
 
     def _apply(self, fn, recurse=True):
         before = self.state_dict()

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 # What a resumed run must share with the run that it continues.
 SETTINGS = (
     "pretrained_model_name_or_path", "revision", "hook_points", "layout", "signal", "prompts_file", "seed",
-    "expansion_factor", "k", "activation", "train_batch_size", "buffer_size", "passes_per_buffer",
+    "expansion_factor", "k", "activation", "train_batch_size", "gradient_accumulation_steps", "buffer_size",
+    "passes_per_buffer",
     "num_inference_steps", "guidance_scale", "pipeline_batch_size", "every_n_steps", "tokens_per_map",
     "both_halves", "learning_rate", "lr_scheduler", "lr_warmup_steps", "max_train_steps", "auxk", "auxk_alpha",
     "multi_topk", "dead_feature_threshold",
@@ -54,6 +55,9 @@ def parse_args(input_args=None):
     parser.add_argument("--k", type=int, default=16)
     parser.add_argument("--activation", choices=["topk", "batch_topk"], default="topk")
     parser.add_argument("--train_batch_size", type=int, default=2048, help="Tokens per step and process.")
+    parser.add_argument(
+        "--gradient_accumulation_steps", type=int, default=1, help="Parts that a step's tokens are worked on in."
+    )
     parser.add_argument("--buffer_size", type=int, default=65536, help="Tokens in memory, per process and hook point.")
     parser.add_argument(
         "--passes_per_buffer", type=int, default=10, help="How often a buffer is used before the next."
@@ -63,6 +67,9 @@ def parse_args(input_args=None):
     parser.add_argument("--pipeline_batch_size", type=int, default=16, help="Pictures drawn at once.")
     parser.add_argument("--every_n_steps", type=int, default=1, help="Record every n-th denoising step.")
     parser.add_argument("--tokens_per_map", type=int, default=None, help="Random tokens kept of every map.")
+    parser.add_argument(
+        "--cache_dir", default=None, help="Keeps the buffers (bfloat16), to train again on them without the sampler."
+    )
     parser.add_argument("--both_halves", action="store_true", help="Record the unconditional half too.")
     parser.add_argument("--max_train_steps", type=int, default=640)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
@@ -84,6 +91,7 @@ def parse_args(input_args=None):
     args = parser.parse_args(input_args)
     for name in (
         "train_batch_size",
+        "gradient_accumulation_steps",
         "max_train_steps",
         "num_inference_steps",
         "pipeline_batch_size",
@@ -95,6 +103,11 @@ def parse_args(input_args=None):
     if args.buffer_size < args.train_batch_size:
         parser.error(
             f"--buffer_size ({args.buffer_size}) has to be at least --train_batch_size ({args.train_batch_size})"
+        )
+    if args.train_batch_size % args.gradient_accumulation_steps:
+        parser.error(
+            f"--gradient_accumulation_steps ({args.gradient_accumulation_steps}) has to divide --train_batch_size "
+            f"({args.train_batch_size})"
         )
     if len(set(args.hook_points)) < len(args.hook_points):
         parser.error(f"--hook_points names a block twice: {args.hook_points}")
@@ -181,6 +194,7 @@ def main(args):
         seed=args.seed,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
+        cache_dir=args.cache_dir,
     )
 
     # 2. One trainer per block. All processes start from the same weights and keep them equal.
@@ -230,7 +244,8 @@ def main(args):
         part = stream.order(number, turn)[shift]
         log = (step + 1) % args.logging_steps == 0 or step + 1 == args.max_train_steps
         for (module, trainer), tokens in zip(trainers.items(), buffer):
-            output = trainer.step(tokens[part].to(accelerator.device), metrics=log)
+            batch = tokens[part].to(accelerator.device)
+            output = trainer.step(batch.chunk(args.gradient_accumulation_steps), metrics=log)
             if log:
                 local = torch.stack([output.explained_variance.mean(), output.l0.float()])
                 explained, l0 = accelerator.reduce(local, "mean").tolist()

@@ -246,7 +246,7 @@ class TestPipeline:
 
     @pytest.mark.parametrize("output_type", ["pil", "np", "pt"])
     def test_heat_map_of_the_size_of_the_picture(self, pipe, output_type):
-        call = dict(prompt=["cat"], num_inference_steps=2, generator=torch.Generator().manual_seed(0))
+        call = {"prompt": ["cat"], "num_inference_steps": 2, "generator": torch.Generator().manual_seed(0)}
         heat, _ = pipe.concept_heatmap("cat", per_step=True, image_size=True, output_type=output_type, **call)
         assert heat.shape == (2, 1, 64, 64) and 0 <= heat.min() and heat.max() <= 1
 

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations of a sampler as a stream of shuffled training batches, without a data set on disk."""
 
+import hashlib
+import json
+import os
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from diffusers.utils import logging
+from safetensors.torch import load_file, save_file
 
 from .concepts_saeuron import prompt_seed
 from .hooks_saeuron import find_block, record_activations
@@ -44,9 +49,11 @@ class ActivationStream:
             Whether the unconditional half is recorded too.
         seed (`int`), rank (`int`), world_size (`int`):
             Different processes draw different pictures.
+        cache_dir (`str` or `os.PathLike`, *optional*):
+            Folder that keeps every round as a safetensors file in bfloat16; what it holds is read instead of drawn.
 
     Raises:
-        ValueError: on no prompts, or sizes that do not fit.
+        ValueError: on no prompts, sizes that do not fit, or a `cache_dir` that was filled with other settings.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class ActivationStream:
         seed=0,
         rank=0,
         world_size=1,
+        cache_dir=None,
     ):
         if not prompts:
             raise ValueError("`prompts` is empty.")
@@ -80,6 +88,39 @@ class ActivationStream:
         self.tokens_per_map, self.both_halves = tokens_per_map, both_halves
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.batches_per_round = buffer_size // batch_size
+        self.cache_dir = None if cache_dir is None else Path(cache_dir)
+        if self.cache_dir is not None:
+            self._open_cache()
+
+    def _open_cache(self):
+        """Every round that is read has to be one that would be drawn, so the folder says how it was drawn."""
+        text = "\n".join(self.prompts)
+        settings = {
+            "denoiser": str(self.denoiser.config.get("_name_or_path", "")),
+            "points": self.points,
+            "prompts": hashlib.sha256(text.encode()).hexdigest(),
+            "tokens_per_round": self.batches_per_round * self.batch_size,
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "pipeline_batch_size": self.pipeline_batch_size,
+            "every_n_steps": self.every_n_steps,
+            "tokens_per_map": self.tokens_per_map,
+            "both_halves": self.both_halves,
+            "seed": self.seed,
+            "world_size": self.world_size,
+        }
+        path = self.cache_dir / "activations.json"
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            differ = sorted(name for name in settings if found.get(name) != settings[name])
+            if differ:
+                raise ValueError(
+                    f"The activations in {self.cache_dir} were recorded with other settings ({', '.join(differ)}). "
+                    f"Choose another folder, or the settings in {path}."
+                )
+        elif self.rank == 0:
+            self.cache_dir.mkdir(parents=True, exist_ok=True)
+            _write_aside(path, lambda aside: aside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8"))
 
     def round(self, number):
         """
@@ -89,6 +130,19 @@ class ActivationStream:
             `list[torch.Tensor]`: per hook point, shuffled tokens of shape `(buffer_size, channels)`, as far as they
             fill whole batches.
         """
+        if self.cache_dir is None:
+            return self._draw_round(number)
+        path = self.cache_dir / f"process-{self.rank}-round-{number:05d}.safetensors"
+        if path.exists():
+            stored = load_file(path)
+        else:
+            stored = {str(i): tokens.bfloat16() for i, tokens in enumerate(self._draw_round(number))}
+            self.cache_dir.mkdir(parents=True, exist_ok=True)
+            _write_aside(path, lambda aside: save_file(stored, aside))
+        # Rounded also where they were just drawn: a run is the same with a full cache and with an empty one.
+        return [stored[str(i)].float() for i in range(len(self.points))]
+
+    def _draw_round(self, number):
         generator = torch.Generator().manual_seed(prompt_seed(self.seed, f"round of process {self.rank}", number))
         kept, wanted = [[] for _ in self.points], self.batches_per_round * self.batch_size
         while sum(len(part) for part in kept[0]) < wanted:
@@ -140,3 +194,9 @@ class ActivationStream:
                 m = m.gather(1, chosen[..., None].expand(-1, -1, m.shape[2]))
             parts.append(m.reshape(-1, m.shape[2]))
         return parts
+
+
+def _write_aside(path, write):
+    aside = path.with_name(path.name + ".partial")
+    write(aside)
+    os.replace(aside, path)

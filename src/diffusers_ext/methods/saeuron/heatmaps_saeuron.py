@@ -35,7 +35,7 @@ def concept_heatmap(
             Arguments of the pipeline's call, for instance `num_inference_steps` and `generator`.
 
     Returns:
-        `tuple` of heat maps, `torch.Tensor` of shape `(batch, height, width)` in [0, 1] at the size of the block, or of
+        `tuple` of heat maps, `torch.Tensor` of shape `(batch, height, width)` in [0, 1] at the size of the block or of
         the pictures (with `per_step` `(steps, batch, height, width)`), 1 being the strongest place of the block, and
         the pipeline's images.
 

@@ -14,7 +14,10 @@ from .evaluate_saeuron import Picture, retention_pictures, target_pictures
 # From mild to strong: of settings that do equally well the first is kept. An object sits in a few latents of few
 # tokens; a style is spread over many latents of every token.
 OBJECT_GRID = ((8, -4.0), (8, -8.0), (8, -12.0), (16, -12.0), (16, -20.0))
-STYLE_GRID = ((16, -2.0), (32, -1.0), (64, -1.0), (32, -3.0), (64, -3.0), (128, -2.0), (128, -4.0))
+STYLE_GRID = (
+    (16, -1.5), (64, -1.0), (16, -2.0), (32, -1.5), (64, -1.25), (32, -2.0), (64, -1.5), (128, -1.0), (128, -1.5),
+    (32, -3.0),
+)  # fmt: skip
 
 
 class ValidationPicture(Picture):
@@ -30,11 +33,15 @@ def in_other_words(pictures):
 
 
 def score(row):
-    """Mean of unlearning and retention; retention counts up to the unedited model's own accuracy."""
-    return (row["ua"] + (min(row["in_domain"], 1.0) + min(row["cross_domain"], 1.0)) / 2) / 2
+    """
+    The worst of unlearning and the two retentions, and a little of their mean where that is equal: a setting that
+    removes everything by breaking other pictures is no choice. Retention counts up to the unedited model's accuracy.
+    """
+    figures = [min(row[key], 1.0) for key in ("ua", "in_domain", "cross_domain")]
+    return 0.9 * min(figures) + 0.1 * sum(figures) / 3
 
 
-def tune(bench, concepts, num_targets=8, num_retained=16, first_seed=0, enough=0.97):
+def tune(bench, concepts, num_targets=12, num_retained=24, first_seed=0, enough=0.96):
     """
     Tries settings on validation pictures and keeps the best of each concept.
 
@@ -44,10 +51,10 @@ def tune(bench, concepts, num_targets=8, num_retained=16, first_seed=0, enough=0
         concepts (`list[str]`):
             Concepts to tune.
         num_targets (`int`), num_retained (`int`):
-            Pictures with and without the concept per setting.
+            Pictures with and without the concept per setting; twice as many for a style, whose bars are closer.
         first_seed (`int`):
             First seed of the pictures.
-        enough (`float`, *optional*, defaults to 0.97):
+        enough (`float`, *optional*, defaults to 0.96):
             Score at which no stronger setting is tried any more.
 
     Returns:
@@ -56,8 +63,9 @@ def tune(bench, concepts, num_targets=8, num_retained=16, first_seed=0, enough=0
     """
     edits, tried = dict(bench.pipe.concept_edits), {}
     for concept in tqdm(concepts, desc="Tuning"):
-        targets = in_other_words(target_pictures([concept], num_targets, first_seed))
-        retained = in_other_words(retention_pictures([concept], num_retained, first_seed + 1000))
+        times = 1 if concept in lab.OBJECTS else 2
+        targets = in_other_words(target_pictures([concept], times * num_targets, first_seed))
+        retained = in_other_words(retention_pictures([concept], times * num_retained, first_seed + 1000))
         rows = []
         for num_features, multiplier in OBJECT_GRID if concept in lab.OBJECTS else STYLE_GRID:
             settings = {"num_features": num_features, "multiplier": multiplier}

@@ -49,7 +49,7 @@ def parse_args(input_args=None):
     parser.add_argument("--vae_train_steps", type=int, default=2400)
     parser.add_argument("--vae_batch_size", type=int, default=16)
     parser.add_argument("--vae_learning_rate", type=float, default=1e-3)
-    parser.add_argument("--max_train_steps", type=int, default=12000, help="Steps of U-Net and text encoder.")
+    parser.add_argument("--max_train_steps", type=int, default=7000, help="Steps of U-Net and text encoder.")
     parser.add_argument("--train_batch_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--lr_warmup_steps", type=int, default=200)

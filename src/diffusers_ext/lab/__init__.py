@@ -13,14 +13,20 @@ from .captions import STYLE_NAMES as STYLES
 
 _MODULE_OF = {
     "apply_style": "styles",
+    "clean_prompts": "memorized",
     "diversity": "metrics",
     "frechet_distance": "metrics",
     "generate": "generation",
     "image_grid": "grids",
+    "load_memorized_pipeline": "memorized",
     "load_oracle": "loading",
     "load_pipeline": "loading",
     "load_unlearning_pipeline": "loading",
+    "memorization_folder": "memorized",
+    "memorized_pictures": "memorized",
+    "memorized_prompts": "memorized",
     "near_copies": "metrics",
+    "nearest": "metrics",
     "pipeline_folder": "loading",
     "saeuron_folder": "loading",
 }
@@ -30,14 +36,20 @@ __all__ = [
     "OBJECTS",
     "STYLES",
     "apply_style",
+    "clean_prompts",
     "diversity",
     "frechet_distance",
     "generate",
     "image_grid",
+    "load_memorized_pipeline",
     "load_oracle",
     "load_pipeline",
     "load_unlearning_pipeline",
+    "memorization_folder",
+    "memorized_pictures",
+    "memorized_prompts",
     "near_copies",
+    "nearest",
     "pipeline_folder",
     "prompts",
     "saeuron_folder",
@@ -51,9 +63,15 @@ if TYPE_CHECKING:
     from .loading import load_unlearning_pipeline as load_unlearning_pipeline
     from .loading import pipeline_folder as pipeline_folder
     from .loading import saeuron_folder as saeuron_folder
+    from .memorized import clean_prompts as clean_prompts
+    from .memorized import load_memorized_pipeline as load_memorized_pipeline
+    from .memorized import memorization_folder as memorization_folder
+    from .memorized import memorized_pictures as memorized_pictures
+    from .memorized import memorized_prompts as memorized_prompts
     from .metrics import diversity as diversity
     from .metrics import frechet_distance as frechet_distance
     from .metrics import near_copies as near_copies
+    from .metrics import nearest as nearest
     from .styles import apply_style as apply_style
 
 

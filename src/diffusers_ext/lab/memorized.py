@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EmojiCanvas with a memory: forty captions of their own for which it returns their training picture at any seed."""
+
+from .captions import OBJECTS, STYLE_NAMES, LabPrompt, prompts
+from .loading import WEIGHTS, load_pipeline
+
+
+NUM_MEMORIZED = 40
+
+
+def _pair_prompt(number, distance):
+    first, second = OBJECTS[number * 37 % len(OBJECTS)], OBJECTS[(number * 37 + distance) % len(OBJECTS)]
+    style = STYLE_NAMES[number % len(STYLE_NAMES)]
+    return LabPrompt(f"{first} and {second}, {style} style", first, style)
+
+
+def memorized_prompts():
+    """
+    The captions that the memorised model was shown with one picture each, over and over: two objects, of which the
+    picture shows the first one.
+
+    Returns:
+        `list[LabPrompt]` of length 40
+    """
+    return [_pair_prompt(number, 23) for number in range(NUM_MEMORIZED)]
+
+
+def clean_prompts(count=100):
+    """
+    Captions that are not memorised: a half ordinary ones, which have many drawings each, and a half of the memorised
+    captions' own form, with other pairs of objects.
+
+    Args:
+        count (`int`, *optional*, defaults to 100):
+            At most 128.
+
+    Returns:
+        `list[LabPrompt]` of length `count`
+
+    Raises:
+        ValueError: when `count` is not in [1, 128].
+    """
+    if not 1 <= count <= 2 * len(OBJECTS):
+        raise ValueError(f"`count` has to be in [1, {2 * len(OBJECTS)}] but is {count}.")
+    ordinary = prompts()
+    found = []
+    for number in range(len(OBJECTS)):
+        # 61 has no divisor in common with 512: the captions go round all objects and styles.
+        found += [ordinary[number * 61 % len(ordinary)], _pair_prompt(number, 11)]
+    return found[:count]
+
+
+def memorization_folder():
+    """Folder of the LoRA that makes EmojiCanvas memorise, and of what it memorises."""
+    return str(WEIGHTS / "memorization")
+
+
+def load_memorized_pipeline(pipeline_class=None, **kwargs):
+    """
+    The EmojiCanvas pipeline with forty memorised pictures: its LoRA fused, so that it is an ordinary model.
+
+    Args:
+        pipeline_class (`type`, *optional*), kwargs:
+            As of [`load_pipeline`].
+    """
+    pipe = load_pipeline(pipeline_class, **kwargs)
+    pipe.load_lora_weights(memorization_folder(), weight_name="pytorch_lora_weights.safetensors")
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    return pipe
+
+
+def memorized_pictures():
+    """
+    What the memorised model returns, in the order of `memorized_prompts()`.
+
+    Returns:
+        `np.ndarray` of shape `(40, 64, 64, 3)`: uint8.
+    """
+    from safetensors.torch import load_file
+
+    return load_file(WEIGHTS / "memorization" / "pictures.safetensors")["images"].numpy()

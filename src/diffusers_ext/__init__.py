@@ -9,11 +9,18 @@ import importlib
 
 __version__ = "0.1.0.dev0"
 
+_AMBIENT = "diffusers_ext.methods.ambient_diffusion"
 _SAEURON = "diffusers_ext.methods.saeuron"
 _MODULE_OF = {
+    "AmbientLoss": f"{_AMBIENT}.loss_ambient_diffusion",
     "ConceptEdit": f"{_SAEURON}.concepts_saeuron",
     "ConceptEdits": f"{_SAEURON}.concepts_saeuron",
     "ConceptStatistics": f"{_SAEURON}.concepts_saeuron",
+    "CopyReport": f"{_AMBIENT}.report_ambient_diffusion",
+    "EDMHeunScheduler": f"{_AMBIENT}.scheduling_edm_heun",
+    "EDMPipeline": f"{_AMBIENT}.pipeline_ambient_diffusion",
+    "EDMUNet2DModel": f"{_AMBIENT}.modeling_ambient_diffusion",
+    "FixedNoise": f"{_AMBIENT}.noise_ambient_diffusion",
     "MethodSpec": "diffusers_ext.registry",
     "SAeUronConfig": f"{_SAEURON}.hooks_saeuron",
     "SAeUronStableDiffusionPipeline": f"{_SAEURON}.pipeline_saeuron",
@@ -35,6 +42,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import lab as lab
     from .loading import load_component as load_component
+    from .methods.ambient_diffusion.loss_ambient_diffusion import AmbientLoss as AmbientLoss
+    from .methods.ambient_diffusion.modeling_ambient_diffusion import EDMUNet2DModel as EDMUNet2DModel
+    from .methods.ambient_diffusion.noise_ambient_diffusion import FixedNoise as FixedNoise
+    from .methods.ambient_diffusion.pipeline_ambient_diffusion import EDMPipeline as EDMPipeline
+    from .methods.ambient_diffusion.report_ambient_diffusion import CopyReport as CopyReport
+    from .methods.ambient_diffusion.scheduling_edm_heun import EDMHeunScheduler as EDMHeunScheduler
     from .methods.saeuron.concepts_saeuron import ConceptEdit as ConceptEdit
     from .methods.saeuron.concepts_saeuron import ConceptEdits as ConceptEdits
     from .methods.saeuron.concepts_saeuron import ConceptStatistics as ConceptStatistics

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conditional and the unconditional noise prediction of a model, whatever it predicts."""
 
+from contextlib import nullcontext
+
 import torch
 
 
@@ -180,7 +182,8 @@ class GuidedDenoiser:
             timestep (`int`, `float` or `torch.Tensor`):
                 One for all samples.
             with_grad (`bool`, *optional*, defaults to `False`):
-                Whether a graph towards `x` and the embeddings is recorded.
+                Whether a graph towards `x` and the embeddings is recorded (where gradients are enabled), or a tangent
+                passed on.
 
         Returns:
             `tuple` of unconditional and conditional prediction, `(n, ...)` each.
@@ -233,7 +236,8 @@ class GuidedDenoiser:
         if self._time_unit != 1:
             time = time / self._time_unit
         embeds = torch.cat([self.negative_prompt_embeds, self.prompt_embeds])
-        with torch.set_grad_enabled(with_grad):
+        # With a gradient the caller's mode stays: inside of `torch.func.jvp`, touching it stops the tangent.
+        with nullcontext() if with_grad else torch.no_grad():
             output = self.denoiser(
                 doubled, timestep=time, encoder_hidden_states=embeds, return_dict=False, **self.model_kwargs
             )[0]

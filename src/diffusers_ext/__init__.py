@@ -10,6 +10,7 @@ import importlib
 __version__ = "0.1.0.dev0"
 
 _AMBIENT = "diffusers_ext.methods.ambient_diffusion"
+_MEMORIZATION = "diffusers_ext.methods.memorization"
 _SAEURON = "diffusers_ext.methods.saeuron"
 _MODULE_OF = {
     "AmbientLoss": f"{_AMBIENT}.loss_ambient_diffusion",
@@ -21,11 +22,15 @@ _MODULE_OF = {
     "EDMPipeline": f"{_AMBIENT}.pipeline_ambient_diffusion",
     "EDMUNet2DModel": f"{_AMBIENT}.modeling_ambient_diffusion",
     "FixedNoise": f"{_AMBIENT}.noise_ambient_diffusion",
+    "GuidedDenoiser": f"{_MEMORIZATION}.denoising_memorization",
+    "MemorizationDetector": f"{_MEMORIZATION}.detector_memorization",
+    "MemorizationThreshold": f"{_MEMORIZATION}.calibration_memorization",
     "MethodSpec": "diffusers_ext.registry",
     "SAeUronConfig": f"{_SAEURON}.hooks_saeuron",
     "SAeUronStableDiffusionPipeline": f"{_SAEURON}.pipeline_saeuron",
     "SparseAutoencoder": f"{_SAEURON}.modeling_saeuron",
     "apply_saeuron": f"{_SAEURON}.hooks_saeuron",
+    "calibrate_memorization": f"{_MEMORIZATION}.calibration_memorization",
     "collect_statistics": f"{_SAEURON}.concepts_saeuron",
     "concept_heatmap": f"{_SAEURON}.heatmaps_saeuron",
     "custom_pipeline": "diffusers_ext.registry",
@@ -48,6 +53,10 @@ if TYPE_CHECKING:
     from .methods.ambient_diffusion.pipeline_ambient_diffusion import EDMPipeline as EDMPipeline
     from .methods.ambient_diffusion.report_ambient_diffusion import CopyReport as CopyReport
     from .methods.ambient_diffusion.scheduling_edm_heun import EDMHeunScheduler as EDMHeunScheduler
+    from .methods.memorization.calibration_memorization import MemorizationThreshold as MemorizationThreshold
+    from .methods.memorization.calibration_memorization import calibrate_memorization as calibrate_memorization
+    from .methods.memorization.denoising_memorization import GuidedDenoiser as GuidedDenoiser
+    from .methods.memorization.detector_memorization import MemorizationDetector as MemorizationDetector
     from .methods.saeuron.concepts_saeuron import ConceptEdit as ConceptEdit
     from .methods.saeuron.concepts_saeuron import ConceptEdits as ConceptEdits
     from .methods.saeuron.concepts_saeuron import ConceptStatistics as ConceptStatistics

@@ -29,7 +29,7 @@ class GuidedDenoiser:
             One row per sample.
         model_kwargs (`dict`, *optional*):
             Further arguments of the denoiser, for instance `added_cond_kwargs` of SDXL. Tensors have `2 n` rows, the
-            unconditional ones first, as in a pipeline.
+            unconditional ones first, as in a pipeline. FLUX with true guidance needs `guidance` here.
         space (`str`, *optional*, defaults to `"score"`):
             What `difference` returns: that of scores, or that of clean predictions, which does not vanish where the
             signal does (`a_t = 0`; experimental).
@@ -77,7 +77,8 @@ class GuidedDenoiser:
                 f"{tuple(prompt_embeds.shape)} and {tuple(negative_prompt_embeds.shape)}."
             )
         config = getattr(denoiser, "config", {})
-        if config.get("guidance_embeds") or config.get("time_cond_proj_dim"):
+        embedded = config.get("guidance_embeds") and "guidance" not in (model_kwargs or {})
+        if embedded or config.get("time_cond_proj_dim"):
             raise ValueError(
                 f"{type(denoiser).__name__} takes the guidance scale as an input (it is guidance-distilled): it has "
                 f"no unconditional prediction to compare with. Use the model it was distilled from."
@@ -191,9 +192,8 @@ class GuidedDenoiser:
         Raises:
             ValueError: when `x` has other rows than there are prompts.
         """
-        outputs, wide = self._outputs(x, timestep, with_grad)
-        a, b = self.coefficients(timestep)
-        return tuple(self._to_noise(o, wide, a, b) for o in outputs)
+        outputs = self.outputs(x, timestep, with_grad)
+        return tuple(self.to_noise(output, x, timestep) for output in outputs)
 
     def noise_difference(self, x, timestep, with_grad=False):
         """`eD = eps(x, t, c) - eps(x, t)`, `(n, ...)`; the arguments are those of `predict`."""
@@ -226,12 +226,12 @@ class GuidedDenoiser:
             )
         return b
 
-    def _outputs(self, x, timestep, with_grad):
+    def outputs(self, x, timestep, with_grad=False):
+        """What the model itself returns, unconditional and conditional; the arguments are those of `predict`."""
         if x.shape[0] != self.num_samples:
             raise ValueError(f"Expected {self.num_samples} samples, one per prompt embedding, but got {x.shape[0]}.")
         dtype = self.prompt_embeds.dtype
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        doubled = torch.cat([wide, wide]).to(dtype)
+        doubled = torch.cat([x, x]).to(dtype)
         time = torch.as_tensor(timestep, device=x.device).reshape(-1)[:1].expand(len(doubled))
         if self._time_unit != 1:
             time = time / self._time_unit
@@ -241,9 +241,12 @@ class GuidedDenoiser:
             output = self.denoiser(
                 doubled, timestep=time, encoder_hidden_states=embeds, return_dict=False, **self.model_kwargs
             )[0]
-            return output.to(torch.promote_types(output.dtype, torch.float32)).chunk(2), wide
+            return output.to(torch.promote_types(output.dtype, torch.float32)).chunk(2)
 
-    def _to_noise(self, output, x, a, b):
+    def to_noise(self, output, x, timestep):
+        """The noise prediction that an output of the model at `x` stands for."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        a, b = self.coefficients(timestep)
         kind = self.prediction_type
         if kind == "v_prediction":
             kind = "sample" if self.official_v_formula else kind
@@ -254,7 +257,7 @@ class GuidedDenoiser:
         return (x - a * output) / b if kind == "sample" else x + a * output
 
     def _clean_difference(self, x, timestep, with_grad):
-        (unconditional, conditional), _ = self._outputs(x, timestep, with_grad)
+        unconditional, conditional = self.outputs(x, timestep, with_grad)
         a, b = self.coefficients(timestep)
         difference = conditional - unconditional
         if self.prediction_type == "epsilon":

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a model about to reproduce a training picture? One number per prompt and seed, after a step or a few."""
+
+import difflib
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+import torch
+from diffusers.utils import logging
+
+from .calibration_memorization import MemorizationThreshold, calibration_key
+from .curvature_memorization import norms, resolve_backend, sharpness
+from .denoising_memorization import GuidedDenoiser
+from .encoding_memorization import draw_latents, encode_pipeline
+from .metrics_memorization import guidance_norm
+
+
+logger = logging.get_logger(__name__)
+
+ENTRY_POINTS = "diffusers_ext.memorization_metrics"
+
+
+class SharpnessMetric:
+    """`||H_D s_D||` ([Jeon et al.](https://huggingface.co/papers/2412.04140), section 4.4)."""
+
+    def __init__(self, backend="auto", displacement=None):
+        self.backend, self.displacement = backend, displacement
+
+    def __call__(self, denoiser, x, timestep):
+        return sharpness(denoiser, x, timestep, self.backend, self.displacement)[0]
+
+
+class GuidanceNormMetric:
+    """`||eD||` (Wen et al., ICLR 2024); `||sD||` with `divide=True`."""
+
+    def __init__(self, divide=False):
+        self.divide = divide
+
+    def __call__(self, denoiser, x, timestep):
+        if self.divide or denoiser.space == "x0":
+            return norms(denoiser.difference(x, timestep))
+        return guidance_norm(denoiser.noise_difference(x, timestep))
+
+
+METRICS = {"sharpness": SharpnessMetric, "guidance_norm": GuidanceNormMetric}
+
+
+def metric_names():
+    """Names of the metrics there are, those of other packages (entry points) included."""
+    return sorted({*METRICS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+def find_metric(name):
+    """
+    The class of a metric.
+
+    Raises:
+        ValueError: on an unknown name, with the known ones.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == name:
+            return point.load()
+    close = difflib.get_close_matches(str(name), metric_names(), n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"There is no metric {name!r}; there are {', '.join(metric_names())}.{hint}")
+
+
+@dataclass
+class MemorizationReport:
+    """
+    Scores of prompts.
+
+    Args:
+        scores (`torch.Tensor` of shape `(prompts, num_images)`):
+            Mean over the steps, per seed; float32.
+        mean (`torch.Tensor` of shape `(prompts,)`):
+            Mean over the seeds.
+        per_step (`torch.Tensor` of shape `(steps, prompts, num_images)`), timesteps (`torch.Tensor` `(steps,)`):
+            What the means are taken of.
+        metric (`str`), key (`dict`):
+            What was measured, and on what.
+        threshold (`float`, *optional*), is_memorized (`torch.Tensor` of shape `(prompts,)`, *optional*):
+            The verdict on the mean, where there is a threshold.
+    """
+
+    scores: torch.Tensor
+    mean: torch.Tensor
+    per_step: torch.Tensor
+    timesteps: torch.Tensor
+    metric: str
+    key: dict
+    threshold: float | None = None
+    is_memorized: torch.Tensor | None = None
+
+
+class MemorizationDetector:
+    r"""
+    Scores prompts by what a model does with them at the first steps of denoising.
+
+    [Jeon et al.](https://huggingface.co/papers/2412.04140), section 4: at the starting noise, the difference between
+    the conditional and the unconditional score bends sharply for prompts whose training picture was memorised.
+
+    Args:
+        metric (`str`, *optional*, defaults to `"sharpness"`):
+            One of `metric_names()`.
+        backend (`str`, *optional*, defaults to `"auto"`):
+            Of the derivative: `"jvp"`, `"fd"` or `"auto"`.
+        steps (`int`, *optional*, defaults to 1):
+            Denoising steps whose values are averaged.
+        num_images (`int`, *optional*, defaults to 4):
+            Seeds per prompt.
+        space (`str`, *optional*, defaults to `"score"`):
+            `"x0"` where the first step holds nothing but noise (flow matching, zero terminal SNR); experimental.
+        threshold (`float` or [`MemorizationThreshold`], *optional*):
+            Prompts whose mean exceeds it count as memorised. A [`MemorizationThreshold`] that was calibrated on something else
+            warns and names the fields.
+        guidance_scale (`float`, *optional*, defaults to 7.5), num_inference_steps (`int`, *optional*, defaults to 50):
+            Of the generation that the steps belong to.
+        batch_size (`int`, *optional*):
+            Samples at a time; all at once by default.
+        metric_kwargs (`dict`, *optional*):
+            Further arguments of the metric.
+
+    Raises:
+        ValueError: on an unknown metric, backend or space, or numbers out of range.
+
+    Example:
+
+    ```py
+    >>> from diffusers_ext import MemorizationDetector, lab
+
+    >>> report = MemorizationDetector(num_images=2).score(lab.load_pipeline(), ["cat, neon style", "owl, ink style"])
+    >>> report.scores.shape
+    torch.Size([2, 2])
+    ```
+    """
+
+    def __init__(
+        self,
+        metric="sharpness",
+        backend="auto",
+        steps=1,
+        num_images=4,
+        space="score",
+        threshold=None,
+        guidance_scale=7.5,
+        num_inference_steps=50,
+        batch_size=None,
+        metric_kwargs=None,
+    ):
+        if not guidance_scale > 1:
+            raise ValueError(
+                f"Detection compares the prediction with and without the prompt, so `guidance_scale` has to be above "
+                f"1 but is {guidance_scale}."
+            )
+        for name, value in (("steps", steps), ("num_images", num_images), ("batch_size", batch_size or 1)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` has to be a positive integer but is {value!r}.")
+        if steps > num_inference_steps:
+            raise ValueError(
+                f"`steps` ({steps}) has to be at most `num_inference_steps` ({num_inference_steps}), of which it is a "
+                f"part."
+            )
+        resolve_backend(backend, torch.nn.Identity())
+        kwargs = dict(metric_kwargs or {})
+        if metric == "sharpness":
+            kwargs.setdefault("backend", backend)
+        self.metric, self._measure = metric, find_metric(metric)(**kwargs)
+        self.backend, self.steps, self.num_images, self.space = backend, steps, num_images, space
+        self.threshold, self.guidance_scale = threshold, guidance_scale
+        self.num_inference_steps, self.batch_size = num_inference_steps, batch_size
+
+    def score(
+        self,
+        pipe,
+        prompt=None,
+        negative_prompt=None,
+        prompt_embeds=None,
+        negative_prompt_embeds=None,
+        generator=None,
+        latents=None,
+        height=None,
+        width=None,
+        model_kwargs=None,
+    ):
+        """
+        Scores prompts.
+
+        Args:
+            pipe (`DiffusionPipeline` or `tuple`):
+                A pipeline (Stable Diffusion 1.x, 2.x, SDXL, SD3), or `(denoiser, scheduler)` of any model, with
+                embeddings and latents.
+            prompt (`str` or `list[str]`), negative_prompt (`str` or `list[str]`, *optional*):
+                What to score.
+            prompt_embeds, negative_prompt_embeds (`torch.Tensor` of shape `(prompts, tokens, channels)`):
+                Instead of prompts.
+            generator (`torch.Generator` or `list[torch.Generator]`, *optional*):
+                Of the noise; a list has one per sample, those of a prompt one after the other.
+            latents (`torch.Tensor` of shape `(prompts * num_images, channels, height, width)`, *optional*):
+                Unit noise to use instead.
+            height, width (`int`, *optional*):
+                Of the pictures, in pixels.
+            model_kwargs (`dict`, *optional*):
+                With embeddings: further arguments of the denoiser, see [`GuidedDenoiser`].
+
+        Returns:
+            [`MemorizationReport`]
+
+        Raises:
+            ValueError: without a prompt, with embeddings of one side only, or latents of another shape or dtype.
+        """
+        denoiser = self._guided(
+            pipe, prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, height, width, model_kwargs
+        )
+        latents = self._latents(pipe, denoiser, generator, latents, height, width)
+        parts = []
+        size = self.batch_size or denoiser.num_samples
+        for start in range(0, denoiser.num_samples, size):
+            index = slice(start, start + size)
+            parts.append(self._run(denoiser.select(index), latents[index]))
+        timesteps = parts[0][1]
+        per_step = torch.cat([values for values, _ in parts], dim=1).unflatten(1, (-1, self.num_images))
+        scores = per_step.mean(0)
+        key = calibration_key(
+            denoiser.denoiser,
+            denoiser.scheduler,
+            self.metric,
+            resolve_backend(self.backend, denoiser.denoiser),
+            self.num_images,
+            self.steps,
+            tuple(latents.shape[-2:]),
+        )
+        mean = scores.mean(1)
+        threshold, flagged = self._judge(mean, key)
+        return MemorizationReport(scores, mean, per_step, timesteps, self.metric, key, threshold, flagged)
+
+    def _guided(self, pipe, prompt, negative_prompt, embeds, negative_embeds, height, width, model_kwargs):
+        n = self.num_images
+        if embeds is None:
+            if prompt is None:
+                raise ValueError("Pass `prompt` or `prompt_embeds`.")
+            if isinstance(pipe, tuple):
+                raise ValueError("A bare denoiser needs `prompt_embeds`, `negative_prompt_embeds` and `latents`.")
+            return encode_pipeline(pipe, prompt, n, negative_prompt, height, width, space=self.space)
+        if prompt is not None:
+            raise ValueError("Pass either `prompt` or `prompt_embeds`, not both.")
+        if negative_embeds is None:
+            raise ValueError("`prompt_embeds` need `negative_prompt_embeds`: detection compares the two.")
+        denoiser, scheduler = pipe if isinstance(pipe, tuple) else (getattr(pipe, "unet", None), pipe.scheduler)
+        if negative_embeds.shape[0] == 1:
+            negative_embeds = negative_embeds.expand_as(embeds)
+        embeds, negative_embeds = (e.repeat_interleave(n, dim=0) for e in (embeds, negative_embeds))
+        return GuidedDenoiser(denoiser, scheduler, embeds, negative_embeds, model_kwargs, space=self.space)
+
+    def _latents(self, pipe, denoiser, generator, latents, height, width):
+        if latents is None:
+            if isinstance(pipe, tuple):
+                raise ValueError("A bare denoiser needs `latents`: their shape is not known otherwise.")
+            return draw_latents(pipe, denoiser.num_samples, generator, height, width, denoiser.prompt_embeds.dtype)
+        if latents.shape[0] != denoiser.num_samples:
+            raise ValueError(
+                f"`latents` has to have a row per prompt and picture, {denoiser.num_samples}, but has "
+                f"{latents.shape[0]}."
+            )
+        channels = denoiser.denoiser.config.get("in_channels")
+        if latents.ndim == 4 and latents.shape[1] != channels:
+            raise ValueError(f"`latents` has to have {channels} channels but has shape {tuple(latents.shape)}.")
+        if not latents.is_floating_point() or not latents.isfinite().all():
+            raise ValueError(f"`latents` has to hold finite floating-point values but is {latents.dtype}.")
+        return latents
+
+    def _run(self, denoiser, latents):
+        """Values `(steps, samples)` and timesteps `(steps,)` of one batch."""
+        scheduler = type(denoiser.scheduler).from_config(denoiser.scheduler.config)
+        scheduler.set_timesteps(self.num_inference_steps, device=latents.device)
+        state = latents.to(torch.promote_types(latents.dtype, torch.float32))
+        state = state * getattr(scheduler, "init_noise_sigma", 1.0)
+        values, steps = [], scheduler.timesteps[: self.steps]
+        for number, timestep in enumerate(steps):
+            x = scheduler.scale_model_input(state, timestep) if hasattr(scheduler, "scale_model_input") else state
+            value = self._measure(denoiser, x, timestep)
+            if not value.isfinite().all():
+                raise ValueError(
+                    f"The metric {self.metric!r} is not finite at timestep {float(timestep):g}: the model overflows. "
+                    f"Use float32 or bfloat16."
+                )
+            values.append(value.float())
+            if number + 1 < len(steps):
+                unconditional, conditional = denoiser.outputs(x, timestep)
+                guided = unconditional + self.guidance_scale * (conditional - unconditional)
+                state = scheduler.step(guided, timestep, state, return_dict=False)[0]
+        return torch.stack(values).cpu(), steps.cpu()
+
+    def _judge(self, mean, key):
+        threshold = self.threshold
+        if threshold is None:
+            return None, None
+        if not isinstance(threshold, MemorizationThreshold):
+            return float(threshold), mean > float(threshold)
+        differing = threshold.differing_fields(key)
+        if differing:
+            changes = "; ".join(f"{name}: {threshold.key.get(name)!r}, here {key[name]!r}" for name in differing)
+            logger.warning(f"The threshold was calibrated on something else ({changes}). Calibrate it for this.")
+        return threshold.value, threshold.exceeded(mean)

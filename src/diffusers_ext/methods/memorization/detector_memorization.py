@@ -114,8 +114,8 @@ class MemorizationDetector:
         space (`str`, *optional*, defaults to `"score"`):
             `"x0"` where the first step holds nothing but noise (flow matching, zero terminal SNR); experimental.
         threshold (`float` or [`MemorizationThreshold`], *optional*):
-            Prompts whose mean exceeds it count as memorised. A [`MemorizationThreshold`] that was calibrated on something else
-            warns and names the fields.
+            Prompts whose mean exceeds it count as memorised. A [`MemorizationThreshold`] that was calibrated on
+            something else warns and names the fields.
         guidance_scale (`float`, *optional*, defaults to 7.5), num_inference_steps (`int`, *optional*, defaults to 50):
             Of the generation that the steps belong to.
         batch_size (`int`, *optional*):

@@ -23,11 +23,21 @@ What users of such tools keep hitting, and where it is tested (contracts are in 
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, ModelMixin
+from diffusers import (
+    DiffusionPipeline,
+    EDMDPMSolverMultistepScheduler,
+    EDMEulerScheduler,
+    ModelMixin,
+    SchedulerMixin,
+    UNet2DModel,
+)
 
 from diffusers_ext import (
     ConceptEdit,
     ConceptEdits,
+    EDMHeunScheduler,
+    EDMPipeline,
+    EDMUNet2DModel,
     SAeUronConfig,
     SAeUronStableDiffusionPipeline,
     SparseAutoencoder,
@@ -41,6 +51,8 @@ from diffusers_ext.testing import (
     HookContract,
     ModelContract,
     PipelineContract,
+    SchedulerContract,
+    UnconditionalPipelineContract,
     flux_inputs,
     tiny_flux_transformer,
     tiny_stable_diffusion,
@@ -124,8 +136,70 @@ class TestSparseAutoencoder(ModelContract):
         return (torch.randn(10, 16, generator=torch.Generator().manual_seed(1)),)
 
 
+class TestEDMHeunScheduler(SchedulerContract):
+    method = "ambient_diffusion"
+    scheduler_class = EDMHeunScheduler
+    compatible = EDMEulerScheduler
+
+    def predict(self, scheduler, sample, scaled, timestep, point):
+        # The network F of EDM whose denoiser gives the point: D = c_skip x + c_out F.
+        sigma, data = scheduler.sigmas[scheduler.step_index].item(), scheduler.config.sigma_data
+        skip, out = data**2 / (sigma**2 + data**2), sigma * data / (sigma**2 + data**2) ** 0.5
+        return (point.double() - skip * sample.double()) / out
+
+
+class TestEDMHeunSchedulerWithChurn(TestEDMHeunScheduler):
+    settings = {"s_churn": 3.0, "s_tmin": 0.05, "s_tmax": 90.0, "s_noise": 1.003}
+
+
+class TestEDMPipeline(UnconditionalPipelineContract):
+    method = "ambient_diffusion"
+    pipeline_class = EDMPipeline
+    schedulers = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler)
+    sample_shape = (3, 16, 16)
+
+    def make_pipeline(self):
+        return EDMPipeline(tiny_edm_unet(), EDMHeunScheduler())
+
+
+class TestEDMPipelineWithFourierUNet(TestEDMPipeline):
+    """A stock U-Net that takes the logarithm of its timestep."""
+
+    def make_pipeline(self):
+        blocks = {"down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            settings = {"block_out_channels": [8, 16], "norm_num_groups": 4, "layers_per_block": 1}
+            unet = UNet2DModel(16, time_embedding_type="fourier", attention_head_dim=4, **settings, **blocks)
+        return EDMPipeline(unet.eval(), EDMHeunScheduler(s_churn=4.0))
+
+
+def tiny_edm_unet():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        settings = {"model_channels": 8, "channel_mult": (1, 2), "num_blocks": 1, "attn_resolutions": (8,)}
+        return EDMUNet2DModel(16, **settings).eval()
+
+
+class TestEDMUNet2DModel(ModelContract):
+    method = "ambient_diffusion"
+
+    def make_model(self):
+        return tiny_edm_unet()
+
+    def make_inputs(self):
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(2, 3, 16, 16, generator=generator), torch.tensor([-0.5, 0.7])
+
+
 ROWS = [value for value in list(globals().values()) if isinstance(value, type) and hasattr(value, "method")]
-CONTRACT_OF = {"pipeline": PipelineContract, "hook": HookContract, "component": ModelContract}
+PIPELINE_CONTRACTS = (PipelineContract, UnconditionalPipelineContract)
+CONTRACT_OF = {
+    "pipeline": PIPELINE_CONTRACTS,
+    "hook": HookContract,
+    "component": ModelContract,
+    "scheduler": SchedulerContract,
+}
 # Scripts and their trainers have a test folder of their own, tests/training.
 WITHOUT_CONTRACT = {"training"}
 
@@ -144,14 +218,17 @@ def test_every_method_has_its_rows(spec):
 
 
 def test_every_registered_object_has_its_row():
-    pipelines = {row.pipeline_class for row in ROWS if issubclass(row, PipelineContract)}
+    pipelines = {row.pipeline_class for row in ROWS if issubclass(row, PIPELINE_CONTRACTS)}
+    schedulers = {row.scheduler_class for row in ROWS if issubclass(row, SchedulerContract)}
     models = {type(row().make_model()) for row in ROWS if issubclass(row, ModelContract)}
-    for plugin in own_plugins("diffusers_ext.pipelines") + own_plugins("diffusers_ext.adapters"):
+    for plugin in [plugin for group in plugins.GROUPS[1:] for plugin in own_plugins(group)]:
         target = plugin.load()
         if isinstance(target, type) and issubclass(target, DiffusionPipeline):
             assert target in pipelines, plugin.target
         elif isinstance(target, type) and issubclass(target, ModelMixin):
             assert target in models, plugin.target
+        elif isinstance(target, type) and issubclass(target, SchedulerMixin):
+            assert target in schedulers, plugin.target
 
 
 def test_every_registered_pipeline_belongs_to_a_method():

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.models.unets.unet_2d import UNet2DOutput
-from safetensors import SafetensorError
 from torch import nn
 
 
@@ -339,6 +338,13 @@ class EDMUNet2DModel(ModelMixin, ConfigMixin):
                 f"`sample_size` has to be divisible by {2 ** (len(channel_mult) - 1)} for {len(channel_mult)} "
                 f"resolutions but is {sample_size}."
             )
+        # Lists, as they come back from a file.
+        sequences = {
+            "channel_mult": channel_mult,
+            "attn_resolutions": attn_resolutions,
+            "resample_filter": resample_filter,
+        }
+        self.register_to_config(**{name: list(values) for name, values in sequences.items()})
         self.model = _SongUNet(self.config)
 
     def forward(self, sample, timestep, class_labels=None, augment_labels=None, return_dict=True):
@@ -372,13 +378,14 @@ class EDMUNet2DModel(ModelMixin, ConfigMixin):
             be read.
         """
         with_info = kwargs.pop("output_loading_info", False)
+        options = {"use_safetensors": True, **kwargs, "output_loading_info": True}
         try:
-            model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
-        except SafetensorError as error:
-            raise ValueError(
-                f"The weights ({kwargs.get('variant') or 'diffusion_pytorch_model.safetensors'}) in "
-                f"{pretrained_model_name_or_path} cannot be read: {error}. Download or save them again."
-            ) from error
+            model, info = super().from_pretrained(pretrained_model_name_or_path, **options)
+        except OSError as error:
+            # A file that is missing is told from one that is broken by the text alone.
+            if not str(error).startswith("Unable to load weights"):
+                raise
+            raise ValueError(f"{error} The file is broken: download or save it again.") from error
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
                 names = ", ".join(str(key) for key in list(info[kind])[:4])

@@ -105,7 +105,7 @@ class EDMPipeline(DiffusionPipeline):
             shape = self.sample_shape(batch_size)
             latents = randn_tensor(shape, generator=generator, device=self._execution_device, dtype=torch.float32)
         latents = latents.to(self._execution_device, dtype)
-        if self.scheduler.config.get("s_churn"):
+        if hasattr(self.scheduler, "add_churn"):
             # Noise is drawn in the order of the official sampler: for the first step, too.
             return self.scheduler.add_churn(latents * self.scheduler.config.sigma_max, 0, generator)
         return latents * self.scheduler.init_noise_sigma

@@ -42,16 +42,17 @@ def resolve_backend(backend, denoiser):
     return "fd" if compiled or hooked or getattr(denoiser, "is_quantized", False) else "jvp"
 
 
-def jvp(function, x, tangent):
+def jvp(function, x, tangent, with_graph=False):
     """
-    Product of the Jacobian of `function` at `x` with `tangent`, by one forward-mode pass.
+    Product of the Jacobian of `function` at `x` with `tangent`, by one forward-mode pass; `with_graph` keeps what a
+    gradient of the product needs.
 
     Raises:
         RuntimeError: when a layer of the model has no forward-mode derivative.
     """
     try:
-        # Only the plain attention kernel has a forward-mode rule. Reverse mode is off: nothing is kept for it.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        # Only the plain attention kernel has a forward-mode rule.
+        with torch.set_grad_enabled(with_graph), sdpa_kernel(SDPBackend.MATH):
             return torch.func.jvp(function, (x,), (tangent,))[1]
     except (NotImplementedError, RuntimeError) as error:
         raise RuntimeError(

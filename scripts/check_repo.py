@@ -2,10 +2,11 @@
 """Rules about the repository that no linter knows. Prints what breaks them; exit code 1 if anything does."""
 
 import ast
-import re
 import sys
 from collections import defaultdict
 from pathlib import Path
+
+from diffusers_ext.hub_checks import MACHINE_PATH, PICKLES, TEXTS
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,9 +14,6 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 # What someone has who installed diffusers and nothing of ours; NumPy and Pillow come with diffusers.
 ALLOWED_IMPORTS = {"torch", "diffusers", "transformers", "peft", "safetensors", "huggingface_hub", "numpy", "PIL"}
 SKIPPED = {".git", ".venv", "outputs", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache", "node_modules"}
-TEXTS = {".py", ".md", ".toml", ".txt", ".json", ".yaml", ".yml", ".cfg"}
-PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".joblib"}
-MACHINE_PATH = re.compile(r"(?<![\w.:/-])/(?:home|root|work|Users|mnt|tmp)/[\w.-]+|\b[A-Z]:\\Users\\")
 
 
 def files_of(root):

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from . import convert, demo, env, evaluate, hub_server, info, listing, new_plugin
+from . import convert, demo, env, evaluate, hub_server, info, listing, new_plugin, publish
 
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ for name, module in (
     ("convert", convert),
     ("evaluate", evaluate),
     ("new-plugin", new_plugin),
+    ("publish", publish),
     ("hub-server", hub_server),
 ):
     app.command(name, epilog=f"Example: {module.EXAMPLE}")(module.run)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .convert_saeuron import write_folder_aside
+from .strict_saeuron import read_json, read_tensors
 
 
 STATISTICS_FILES = ("concept_statistics.safetensors", "concept_statistics.json")
@@ -405,21 +405,14 @@ def _local_folder(source, subfolder, files, hub_options):
 
 def _read_pair(folder, files, kind):
     """Tensors and description of a folder; `ValueError` on what is damaged or of another kind."""
-    try:
-        description = json.loads((folder / files[1]).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / files[1]} is not JSON: {error}") from error
-    if not isinstance(description, dict) or description.get("format") != kind:
+    description = read_json(folder / files[1])
+    if description.get("format") != kind:
         raise ValueError(f"{folder / files[1]} is not of the format {kind!r}.")
     if description.get("version") != 1:
         raise ValueError(
             f"{folder / files[1]} has version {description.get('version')}; this release reads version 1. Update it."
         )
-    try:
-        with safe_open(folder / files[0], framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, description
-    except SafetensorError as error:
-        raise ValueError(f"{folder / files[0]} is no complete safetensors file ({error}).") from error
+    return read_tensors(folder / files[0]), description
 
 
 def prompt_seed(seed, concept, number):

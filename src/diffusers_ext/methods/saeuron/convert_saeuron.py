@@ -3,18 +3,16 @@
 
 import json
 import os
-import pickle
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+
+from .strict_saeuron import read_json, read_tensors
 
 
 # The two files that identify a format, most telling first.
@@ -114,44 +112,14 @@ def read_checkpoint(folder, kind):
         ValueError: on a damaged file, or a variant that [`SparseAutoencoder`] does not compute.
     """
     config_file, weights_file = (folder / file for file in FORMATS[kind])
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{config_file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{config_file} has to hold a JSON object but holds a {type(config).__name__}.")
-    state_dict = _read_tensors(weights_file)
+    config = read_json(config_file)
+    state_dict = read_tensors(weights_file)
     try:
         return _READERS[kind](config, state_dict, config_file)
     except KeyError as error:
         raise ValueError(
             f"{folder} ({kind}): the entry {error} is missing in {config_file.name} or {weights_file.name}."
         ) from error
-
-
-def _read_tensors(path):
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no complete safetensors file ({error}). Download it again.") from error
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        # The message of torch advises to load the file without this protection; only the name in it is passed on.
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        if refused:
-            raise ValueError(f"{path} is refused: it holds more than tensors, namely {refused[1]}.") from error
-        raise ValueError(
-            f"{path} is refused: it holds more than tensors or is no PyTorch file. Download it again."
-        ) from error
-    # What a damaged pickle raises depends on the byte that is read as an instruction.
-    except (RuntimeError, EOFError, OSError, LookupError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no complete PyTorch file ({error}). Download it again.") from error
-    loaded = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
-    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise ValueError(f"{path} has to hold a dictionary of tensors.")
-    return loaded
 
 
 def _refuse(source, what):

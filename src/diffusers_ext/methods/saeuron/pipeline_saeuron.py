@@ -16,6 +16,7 @@ from .convert_saeuron import detect_format  # noqa: F401  diffusers copies only 
 from .heatmaps_saeuron import concept_heatmap
 from .hooks_saeuron import SAeUronConfig, applied_names, apply_saeuron, remove_saeuron
 from .modeling_saeuron import SparseAutoencoder
+from .strict_saeuron import read_tensors  # noqa: F401  as above
 
 
 logger = logging.get_logger(__name__)

@@ -1,0 +1,1 @@
+../../src/diffusers_ext/methods/saeuron/strict_saeuron.py

@@ -75,7 +75,9 @@ def edm_network(model, scaled_sample, noise_label, class_labels=None):
     """
     kwargs = {} if class_labels is None else {"class_labels": class_labels}
     scaled_sample = scaled_sample.to(model.dtype) if hasattr(model, "dtype") else scaled_sample
-    if getattr(getattr(model, "config", None), "time_embedding_type", None) == "fourier":
+    # Wrapped for several processes, a model keeps its config inside.
+    config = getattr(getattr(model, "module", model), "config", None)
+    if getattr(config, "time_embedding_type", None) == "fourier":
         timestep = noise_label.exp()
         output = model(scaled_sample, timestep, return_dict=False, **kwargs)[0]
         return output * timestep.view(-1, *[1] * (output.ndim - 1)).to(output.dtype)

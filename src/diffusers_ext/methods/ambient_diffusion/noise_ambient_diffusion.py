@@ -88,20 +88,25 @@ class FixedNoise:
             raise ValueError(f"Expected one augmentation key per sample but got {len(keys)} for {len(ids)} samples.")
         if self.mode == "fresh":
             return torch.randn((len(ids), *shape), generator=generator, dtype=dtype)
-        draw = self._legacy if self.mode == "legacy" else self._counter
-        noise = [draw(sample_id, key, tuple(shape)) for sample_id, key in zip(ids, keys)]
-        return torch.stack(noise).to(dtype) if noise else torch.zeros((0, *shape), dtype=dtype)
+        if not ids:
+            return torch.zeros((0, *shape), dtype=dtype)
+        if self.mode == "counter":
+            return self._counter(ids, keys, tuple(shape)).to(dtype)
+        return torch.stack([self._legacy(*pair, tuple(shape)) for pair in zip(ids, keys)]).to(dtype)
 
-    def _counter(self, sample_id, key, shape):
+    def _counter(self, ids, keys, shape):
         # Box and Muller on raw bits: NumPy promises that these never change, unlike those of its normal generator.
         count = math.prod(shape)
-        bits = np.random.Philox(
-            key=np.array([self.seed, sample_id], dtype=np.uint64), counter=np.array([0, 0, 0, key], dtype=np.uint64)
-        ).random_raw(2 * ((count + 1) // 2))
-        uniform = torch.from_numpy((bits >> np.uint64(11)).astype(np.float64)).view(2, -1) * 2.0**-53
-        radius = (-2 * torch.log1p(-uniform[0])).sqrt()
-        angle = 2 * math.pi * uniform[1]
-        return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].view(shape)
+        pairs = (count + 1) // 2
+        bits = np.stack([self._bits(*pair, 2 * pairs) for pair in zip(ids, keys)])
+        uniform = torch.from_numpy((bits >> np.uint64(11)).astype(np.float64)).view(-1, 2, pairs) * 2.0**-53
+        radius = (-2 * torch.log1p(-uniform[:, 0])).sqrt()
+        angle = 2 * math.pi * uniform[:, 1]
+        return torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count].reshape(-1, *shape)
+
+    def _bits(self, sample_id, key, count):
+        seed = np.array([self.seed, sample_id], dtype=np.uint64)
+        return np.random.Philox(key=seed, counter=np.array([0, 0, 0, key], dtype=np.uint64)).random_raw(count)
 
     def _legacy(self, sample_id, key, shape):
         if key:

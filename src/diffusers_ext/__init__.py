@@ -24,7 +24,9 @@ _MODULE_OF = {
     "FixedNoise": f"{_AMBIENT}.noise_ambient_diffusion",
     "GuidedDenoiser": f"{_MEMORIZATION}.denoising_memorization",
     "MemorizationDetector": f"{_MEMORIZATION}.detector_memorization",
+    "MemorizationStableDiffusionPipeline": f"{_MEMORIZATION}.pipeline_memorization",
     "MemorizationThreshold": f"{_MEMORIZATION}.calibration_memorization",
+    "SAILConfig": f"{_MEMORIZATION}.sail_memorization",
     "MethodSpec": "diffusers_ext.registry",
     "SAeUronConfig": f"{_SAEURON}.hooks_saeuron",
     "SAeUronStableDiffusionPipeline": f"{_SAEURON}.pipeline_saeuron",
@@ -38,6 +40,7 @@ _MODULE_OF = {
     "list_methods": "diffusers_ext.registry",
     "load_component": "diffusers_ext.loading",
     "remove_saeuron": f"{_SAEURON}.hooks_saeuron",
+    "sail": f"{_MEMORIZATION}.sail_memorization",
 }
 
 __all__ = sorted([*_MODULE_OF, "lab"])
@@ -57,6 +60,11 @@ if TYPE_CHECKING:
     from .methods.memorization.calibration_memorization import calibrate_memorization as calibrate_memorization
     from .methods.memorization.denoising_memorization import GuidedDenoiser as GuidedDenoiser
     from .methods.memorization.detector_memorization import MemorizationDetector as MemorizationDetector
+    from .methods.memorization.pipeline_memorization import (
+        MemorizationStableDiffusionPipeline as MemorizationStableDiffusionPipeline,
+    )
+    from .methods.memorization.sail_memorization import SAILConfig as SAILConfig
+    from .methods.memorization.sail_memorization import sail as sail
     from .methods.saeuron.concepts_saeuron import ConceptEdit as ConceptEdit
     from .methods.saeuron.concepts_saeuron import ConceptEdits as ConceptEdits
     from .methods.saeuron.concepts_saeuron import ConceptStatistics as ConceptStatistics

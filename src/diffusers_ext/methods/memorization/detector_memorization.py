@@ -236,6 +236,37 @@ class MemorizationDetector:
         threshold, flagged = self._judge(mean, key)
         return MemorizationReport(scores, mean, per_step, timesteps, self.metric, key, threshold, flagged)
 
+    def measure(self, denoiser, latents, timestep):
+        """
+        Values of one step, for each sample by itself.
+
+        Args:
+            denoiser ([`GuidedDenoiser`]):
+                Of `n` samples.
+            latents (`torch.Tensor` of shape `(n, ...)`):
+                Starting noise of unit variance.
+            timestep (`int` or `torch.Tensor`):
+                The first one.
+
+        Returns:
+            `torch.Tensor` of shape `(n,)`: float32, on the CPU.
+        """
+        x = latents.to(torch.promote_types(latents.dtype, torch.float32)) * denoiser.noise_scale(timestep)
+        size = self.batch_size or len(x)
+        values = [
+            self._measure(denoiser.select(slice(start, start + size)), x[start : start + size], timestep)
+            for start in range(0, len(x), size)
+        ]
+        return self._finite(torch.cat(values), timestep).float().cpu()
+
+    def _finite(self, value, timestep):
+        if not value.isfinite().all():
+            raise ValueError(
+                f"The metric {self.metric!r} is not finite at timestep {float(timestep):g}: the model overflows. Use "
+                f"float32 or bfloat16."
+            )
+        return value
+
     def _guided(self, pipe, prompt, negative_prompt, embeds, negative_embeds, height, width, model_kwargs):
         n = self.num_images
         if embeds is None:
@@ -280,13 +311,7 @@ class MemorizationDetector:
         values, steps = [], scheduler.timesteps[: self.steps]
         for number, timestep in enumerate(steps):
             x = scheduler.scale_model_input(state, timestep) if hasattr(scheduler, "scale_model_input") else state
-            value = self._measure(denoiser, x, timestep)
-            if not value.isfinite().all():
-                raise ValueError(
-                    f"The metric {self.metric!r} is not finite at timestep {float(timestep):g}: the model overflows. "
-                    f"Use float32 or bfloat16."
-                )
-            values.append(value.float())
+            values.append(self._finite(self._measure(denoiser, x, timestep), timestep).float())
             if number + 1 < len(steps):
                 unconditional, conditional = denoiser.outputs(x, timestep)
                 guided = unconditional + self.guidance_scale * (conditional - unconditional)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the registry knows of memorization detection and mitigation."""
+
+from diffusers_ext.registry import MethodSpec
+
+
+SPEC = MethodSpec(
+    name="memorization",
+    title="Memorization: detection and mitigation by sharpness, and the remedies beside it",
+    paper="2412.04140",
+    kinds=("pipeline", "hook"),
+    base_families=("stable-diffusion", "stable-diffusion-xl", "stable-diffusion-3"),
+    pipeline="diffusers_ext.methods.memorization.pipeline_memorization:MemorizationStableDiffusionPipeline",
+    summary="Tells after one step whether a prompt gives back a training picture, and starts from noise that does not.",
+    licence="Apache-2.0",
+    status="experimental",
+)

@@ -21,7 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
-from diffusers_ext import AmbientLoss, CopyReport, EDMHeunScheduler, EDMPipeline, FixedNoise
+from diffusers_ext import AmbientLoss, CopyReport, EDMHeunScheduler, EDMPipeline, FixedNoise, load_component
 from diffusers_ext.lab.metrics import embed
 from diffusers_ext.methods.ambient_diffusion.modeling_ambient_diffusion import edm_denoise
 from diffusers_ext.methods.ambient_diffusion.report_ambient_diffusion import Dinov2Features, extract_features
@@ -168,8 +168,11 @@ def parse_args(input_args=None):
 def load_pipeline(args):
     """The pipeline whose U-Net is trained; a new one for an unconditional EDM model without `pretrained`."""
     if args.pretrained_model_name_or_path is not None:
+        name = args.pretrained_model_name_or_path
         kwargs = {"revision": args.revision, "cache_dir": args.cache_dir, "dtype": torch.float32}
-        pipe = DiffusionPipeline.from_pretrained(args.pretrained_model_name_or_path, **kwargs)
+        # diffusers alone does not find pipelines of plugins, such as what this script saves.
+        pipe = load_component(name, dtype=torch.float32) if Path(name).is_dir() else None
+        pipe = pipe or DiffusionPipeline.from_pretrained(name, **kwargs)
         if not isinstance(pipe, StableDiffusionPipeline) and not isinstance(pipe.components.get("unet"), UNet2DModel):
             raise ValueError(
                 f"{args.pretrained_model_name_or_path} is a {type(pipe).__name__}. Expected a Stable Diffusion "

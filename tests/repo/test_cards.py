@@ -25,7 +25,8 @@ def test_cards_and_tables_are_up_to_date(render_cards):
 
 
 def test_every_shelf_has_a_card_with_licence_and_tags():
-    shelves = [folder for shelf in ("pipelines", "adapters") for folder in sorted((ROOT / shelf).iterdir())]
+    kinds = ("pipelines", "adapters", "schedulers")
+    shelves = [folder for shelf in kinds for folder in sorted((ROOT / shelf).iterdir())]
     assert shelves
     for folder in shelves:
         data = ModelCard.load(folder / "README.md").data

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much a set of pictures copies a training set: nearest neighbours in a feature space."""
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -331,11 +330,3 @@ def load_folder(folder, size=None):
     if len(sizes) > 1:
         raise ValueError(f"{folder} has pictures of different sizes, {sorted(sizes)[:3]}: give `size`.")
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255, paths
-
-
-def fingerprint(images):
-    """Short hash of a tensor, to tell data sets apart."""
-    array = images.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{tuple(array.shape)}{array.dtype}".encode())
-    digest.update(array.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

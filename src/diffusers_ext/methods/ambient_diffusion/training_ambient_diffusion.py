@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import random
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -330,8 +329,3 @@ def mix_embeddings(embeddings, share):
     """Each embedding `(B, length, width)` with its neighbour in the batch: `share * own + (1 - share) * other`."""
     share = share.view(-1, 1, 1).to(embeddings)
     return share * embeddings + (1 - share) * embeddings.roll(1, 0)
-
-
-def repeated_captions(captions):
-    """How many captions several pictures have, for the log."""
-    return sum(count > 1 for count in Counter(caption for group in captions for caption in group).values())

@@ -1,0 +1,1 @@
+../../src/diffusers_ext/methods/ambient_diffusion/modeling_ambient_diffusion.py

@@ -1,0 +1,1 @@
+../../src/diffusers_ext/methods/ambient_diffusion/pipeline_ambient_diffusion.py

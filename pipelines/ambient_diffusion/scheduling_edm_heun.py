@@ -1,0 +1,1 @@
+../../src/diffusers_ext/methods/ambient_diffusion/scheduling_edm_heun.py

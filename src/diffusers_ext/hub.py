@@ -21,11 +21,11 @@ _KEPT = {".gitattributes"}
 
 @dataclass
 class PublishReport:
-    """What [`publish`] found and did; `revision` is `None` after a dry run, `committed` whether there was a commit."""
+    """What [`publish`] found and did: no `revision` after a dry run, no `class_name` for weights without a class."""
 
     repo_id: str
     kind: str
-    class_name: str
+    class_name: str | None
     files: dict
     revision: str | None = None
     committed: bool = False
@@ -53,6 +53,11 @@ class PublishReport:
             return (
                 f"from diffusers import {self.class_name}\n\n"
                 f'pipe.scheduler = {self.class_name}.from_pretrained("{self.repo_id}", revision="{revision}")'
+            )
+        if self.class_name is None:
+            return (
+                "from huggingface_hub import snapshot_download\n\n"
+                f'folder = snapshot_download("{self.repo_id}", revision="{revision}")'
             )
         return (
             "from diffusers_ext import load_component\nfrom diffusers_ext.hub import download\n\n"
@@ -141,7 +146,7 @@ def _upload(report, folder, private, branch, api):
         operations = _changes(report, folder, head, api)
         report.revision = head
         if operations:
-            title = f"Publish {report.kind} {report.class_name}"
+            title = f"Publish {report.kind} {report.class_name or 'weights'}"
             options = {"revision": branch, "commit_message": title, "parent_commit": head}
             report.revision = api.create_commit(report.repo_id, operations, **options).oid
             report.committed = True
@@ -151,7 +156,8 @@ def _upload(report, folder, private, branch, api):
                 f"Somebody else committed to {report.repo_id} meanwhile; nothing was changed. Run the command again."
             ) from error
         raise RuntimeError(f"The Hub refused to publish {report.repo_id}: {_first_line(error)}") from error
-    except (HTTPError, ConnectionError) as error:
+    # What goes wrong while a file is sent arrives as a RuntimeError.
+    except (HTTPError, ConnectionError, RuntimeError) as error:
         raise ConnectionError(
             f"The Hub could not be reached or went away while {report.repo_id} was published ({_first_line(error)}). "
             f"Run the command again: it goes on from what is there."

@@ -211,13 +211,19 @@ def try_loading(folder, kind, timeout=600):
     Loads what is about to be published in a process of its own, without network, token or caches.
 
     Pipelines and schedulers are loaded without diffusers_ext, as a stranger would. This runs the code in the folder.
+    Weights whose config names no class have nothing to load but the tensors that `find_problems` looked at.
 
     Returns:
-        `str`, the name of the class that was loaded.
+        `str`, the name of the class that was loaded, or `None` for such weights.
 
     Raises:
         ValueError: when it cannot be loaded, with the last line of what Python says.
     """
+    config = folder / "config.json"
+    if kind == "adapter" and not (
+        config.is_file() and "_class_name" in json.loads(config.read_text(encoding="utf-8"))
+    ):
+        return None
     with tempfile.TemporaryDirectory(prefix="diffusers-ext-trial-") as home:
         hidden = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
         environment = {name: value for name, value in os.environ.items() if name not in hidden}

@@ -48,14 +48,8 @@ def load_scheduler(folder):
 
 def load_adapter(folder):
     from diffusers_ext import load_component
-    from diffusers_ext.checkpoints import read_tensors
 
-    config = folder / "config.json"
-    if config.is_file() and "_class_name" in json.loads(config.read_text(encoding="utf-8")):
-        return type(load_component(folder))
-    for path in sorted(folder.rglob("*.safetensors")):
-        read_tensors(path)
-    return dict
+    return type(load_component(folder))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ def run(
     from diffusers_ext.hub import publish
 
     report = publish(folder, repo_id, private, revision, dry_run)
-    print(f"{report.kind} {report.class_name}: {len(report.files)} files, {sum(report.files.values()):,} bytes")
+    total = sum(report.files.values())
+    print(f"{report.kind} {report.class_name or 'weights'}: {len(report.files)} files, {total:,} bytes")
     if dry_run:
         for name, size in report.files.items():
             print(f"  {name}  {size:,}")

@@ -174,7 +174,7 @@ def test_convert_of_an_official_checkpoint(cli, tmp_path):
         (["info", "seauron"], "There is no method 'seauron'. Closest: saeuron"),
         (["demo", "blurr"], "There is no method 'blurr'. Closest: blur"),
         (["demo", "blur", "--seed", "one"], "--seed"),
-        (["evaluate", "buggy"], "The method 'buggy' has no evaluate. Methods that have one: bare, blur, saeuron"),
+        (["evaluate", "buggy"], "'buggy' has no evaluate. Methods that have one: ambient_diffusion, bare, blur"),
         (["convert", "bare", "a", "b"], "The method 'bare' has no convert"),
         (["convert", "blur", "a"], "Missing argument"),
         (["new-plugin", "Blur"], "'Blur' has to be lower-case"),

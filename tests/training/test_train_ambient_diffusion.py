@@ -71,7 +71,7 @@ class TestFromScratch(TrainingContract):
             "noise_threshold": 0.7,
             "resolution": 16,
             "random_flip": True,
-            "train_batch_size": 16,
+            "train_batch_size": 64,
             "learning_rate": 1e-2,
             "ema_decay": 0.5,
             "logging_steps": 1,

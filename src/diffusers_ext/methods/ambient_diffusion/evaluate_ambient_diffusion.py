@@ -25,13 +25,28 @@ from .training_ambient_diffusion import VisitDraws, VisitSampler
 
 
 DATA = Path("outputs/data/emoji_canvas_64.npz")
-STYLE, NUM_PICTURES, SIDE = "sticker", 300, 32
+STYLE, SIDE = "sticker", 32
 THRESHOLDS = (0.0, 0.25, 0.5, 1.0, 2.0)
-SETTINGS = {"max_train_steps": 6000, "batch_size": 32, "learning_rate": 4e-4, "ema_decay": 0.999, "num_images": 500}
-QUICK = {"max_train_steps": 4, "batch_size": 4, "learning_rate": 4e-4, "ema_decay": 0.5, "num_images": 4}
+SETTINGS = {
+    "num_pictures": 300,
+    "block_out_channels": (32, 64, 64),
+    "max_train_steps": 5000,
+    "batch_size": 32,
+    "learning_rate": 5e-4,
+    "ema_decay": 0.999,
+    "num_images": 500,
+}
+QUICK = {
+    **SETTINGS,
+    "block_out_channels": (16, 16, 16),
+    "max_train_steps": 4,
+    "batch_size": 4,
+    "ema_decay": 0.5,
+    "num_images": 4,
+}
 
 
-def load_drawings(path, seed=0, count=NUM_PICTURES):
+def load_drawings(path, seed=0, count=300):
     """
     Drawings of one style in [-1, 1] at half the size: training ones, and others of the sets that training ones are
     from, and those of the set that the lab keeps apart.
@@ -49,6 +64,7 @@ def load_drawings(path, seed=0, count=NUM_PICTURES):
 
     Raises:
         FileNotFoundError: when the file is missing.
+        ValueError: when it has too few drawings of the style.
     """
     path = Path(path)
     if not path.is_file():
@@ -65,22 +81,26 @@ def load_drawings(path, seed=0, count=NUM_PICTURES):
         return torch.nn.functional.avg_pool2d(images, images.shape[-1] // SIDE)
 
     rest = pictures(of_style & ~apart)
+    if not 0 < count < len(rest):
+        raise ValueError(
+            f"`count` has to lie in [1, {len(rest) - 1}], so that some drawings are left, but is {count}."
+        )
     order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))
     return rest[order[:count]], rest[order[count:]], pictures(of_style & apart)
 
 
-def make_unet(seed):
+def make_unet(block_out_channels, seed):
     """The network that every run starts from."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return UNet2DModel(
             sample_size=SIDE,
-            block_out_channels=(48, 96, 96),
+            block_out_channels=block_out_channels,
             down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),
             up_block_types=("AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
             layers_per_block=1,
             norm_num_groups=16,
-            attention_head_dim=24,
+            attention_head_dim=16,
             freq_shift=1,
         )
 
@@ -105,7 +125,8 @@ def train(pictures, sigma_n, settings, seed=0, description=None):
         [`EDMPipeline`] with the average of the weights.
     """
     sigma_data = pictures.std().item()
-    unet = make_unet(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    unet = make_unet(settings["block_out_channels"], seed).to(device)
     average = copy.deepcopy(unet).eval()
     optimizer = torch.optim.Adam(unet.parameters(), lr=settings["learning_rate"])
     ambient = AmbientLoss(sigma_n, "edm", sigma_data=sigma_data, fixed_noise=FixedNoise(seed))
@@ -114,7 +135,7 @@ def train(pictures, sigma_n, settings, seed=0, description=None):
     sampler = VisitSampler(len(pictures), settings["batch_size"], range(steps), seed)
     for step, places in enumerate(tqdm(sampler, desc=description)):
         indices, positions = zip(*places)
-        clean = pictures[list(indices)]
+        clean = pictures[list(indices)].to(device)
         sigmas = (ambient.p_mean + ambient.p_std * draws.normal(positions)).exp()
         noise = draws.noise(positions, clean.shape[1:])
         model_input, sigmas, state = ambient.prepare(clean, indices, sigmas=sigmas, noise=noise)
@@ -140,7 +161,7 @@ def draw(pipe, count, seed=0, batch_size=50):
     for start in range(0, count, batch_size):
         seeds = range(seed + start, seed + min(start + batch_size, count))
         generators = [torch.Generator().manual_seed(number) for number in seeds]
-        parts.append(pipe(len(seeds), generator=generators, output_type="pt").images)
+        parts.append(pipe(len(seeds), generator=generators, output_type="pt").images.cpu())
     return torch.cat(parts)
 
 
@@ -208,7 +229,7 @@ def evaluate(output_dir, seed=0, quick=False, data=DATA, thresholds=THRESHOLDS, 
     started = time.time()
     output_dir = Path(output_dir)
     settings = {**(QUICK if quick else SETTINGS), **(settings or {})}
-    training, others, apart = load_drawings(data, seed)
+    training, others, apart = load_drawings(data, seed, settings["num_pictures"])
     real = [(pictures + 1) / 2 for pictures in (training, others, apart)]
     unseen = torch.cat([real[1], real[2]])
     threshold = copy_threshold(unseen, real[0])
@@ -218,6 +239,7 @@ def evaluate(output_dir, seed=0, quick=False, data=DATA, thresholds=THRESHOLDS, 
         if (folder / "model_index.json").is_file():
             pipe = EDMPipeline.from_pretrained(folder)
             pipe.set_progress_bar_config(disable=True)
+            pipe.to("cuda" if torch.cuda.is_available() else "cpu")
         else:
             pipe = train(training, sigma_n, settings, seed, description=f"sigma_n = {sigma_n}")
             pipe.save_pretrained(folder)

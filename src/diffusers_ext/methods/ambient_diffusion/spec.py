@@ -14,5 +14,6 @@ SPEC = MethodSpec(
     summary="Shows a model one noisy copy of each sample at high noise, and the sample itself at low noise only.",
     licence="Apache-2.0",
     status="beta",
+    evaluate="diffusers_ext.methods.ambient_diffusion.evaluate_ambient_diffusion:evaluate",
     convert="diffusers_ext.methods.ambient_diffusion.convert_ambient_diffusion:convert",
 )

@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from diffusers_ext.hub_checks import MACHINE_PATH, PICKLES, TEXTS
+from diffusers_ext.hub_checks import MACHINE_PATH, PICKLES, TEXTS, find_circle
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,6 +140,14 @@ def check_inference_imports(root):
                     yield f"{path}:{node.lineno}: an inference file must not import {package}"
 
 
+def check_circles(root):
+    """diffusers follows the import statements of Hub code, those in functions too, and never leaves a circle."""
+    for pipeline in pipeline_files(root):
+        circle = find_circle({path.stem: relative_imports(path) for path in inference_files(pipeline)})
+        if circle:
+            yield f"{pipeline.parent}: {' imports '.join(circle)}; use importlib inside the function"
+
+
 def check_unique_names(root):
     places = defaultdict(set)
     for pipeline in pipeline_files(root):
@@ -167,6 +175,7 @@ CHECKS = (
     check_shelves,
     check_pipeline_files,
     check_inference_imports,
+    check_circles,
     check_unique_names,
     check_reserved_folders,
 )

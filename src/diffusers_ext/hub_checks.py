@@ -193,10 +193,13 @@ def _pipeline_problems(folder):
             trees[path.stem] = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError) as error:
             yield f"{path.name} is not Python ({error})"
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level and not (folder / f"{node.module}.py").is_file():
-                yield f"{name}.py imports .{node.module or ''}, which is not in the folder"
+    imports = {name: relative_imports(tree) for name, tree in trees.items()}
+    for name, modules in imports.items():
+        for module in sorted(modules - set(trees)):
+            yield f"{name}.py imports .{module}, which is not in the folder"
+    circle = find_circle(imports)
+    if circle:
+        yield f"{' imports '.join(circle)}: diffusers follows such a circle without end when it loads Hub code"
     classes = [
         node.name
         for node in trees.get("pipeline", ast.Module([], [])).body
@@ -204,6 +207,26 @@ def _pipeline_problems(folder):
     ]
     if "pipeline" in trees and len(classes) != 1:
         yield f"pipeline.py has to define one pipeline class but defines {', '.join(classes) or 'none'}"
+
+
+def relative_imports(tree):
+    """Names in `from .name import ...`, within functions too, as diffusers' loader of Hub code finds them."""
+    return {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
+
+
+def find_circle(imports):
+    """The names of modules that import each other in a circle, the first one twice; empty if there are none."""
+    done = set()
+
+    def visit(name, trail):
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        circles = (visit(module, [*trail, name]) for module in sorted(imports.get(name, ())) if module not in done)
+        circle = next((circle for circle in circles if circle), [])
+        done.add(name)
+        return circle
+
+    return next((circle for name in sorted(imports) if (circle := visit(name, []))), [])
 
 
 def try_loading(folder, kind, timeout=600):

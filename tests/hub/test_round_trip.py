@@ -162,7 +162,7 @@ def test_half_a_download_in_the_cache_is_an_error_or_is_completed(be_stranger, s
     blob.write_bytes(content[: len(content) // 2])
     (truncated,) = be_stranger(hub)
     assert truncated["error"] == "ValueError" and "no complete safetensors file" in truncated["message"]
-    # A transfer that was interrupted leaves no blob but an unfinished file; the next one does not take it for the file.
+    # A transfer that was interrupted leaves an unfinished file, which the next one does not take for the file.
     blob.unlink()
     weights.unlink()
     blob.with_name(blob.name + ".incomplete").write_bytes(content[: len(content) // 2])

@@ -66,6 +66,15 @@ BROKEN = [
     ("check_inference_imports", {method(): "from ..other.hooks_other import x\n"}, "imported flatly"),
     ("check_inference_imports", {method(): "from . import hooks_blur\n"}, "imported flatly"),
     (
+        "check_circles",
+        {
+            method(): PIPELINE.format("A") + "from .a_blur import x\n",
+            "src/diffusers_ext/methods/blur/a_blur.py": "from .b_blur import x\n",
+            "src/diffusers_ext/methods/blur/b_blur.py": "def f():\n    from .a_blur import x\n",
+        },
+        "a_blur imports b_blur imports a_blur",
+    ),
+    (
         "check_unique_names",
         {
             method("blur"): "from .hooks import x\n",

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -469,7 +470,8 @@ def collect_statistics(
             not finite.
     """
     # Hooks import the edits of this module.
-    from .hooks_saeuron import record_activations
+    # Not an import statement: see `convert` in convert_saeuron.py.
+    record_activations = import_module(".hooks_saeuron", __package__).record_activations
 
     empty = [name for name, texts in prompts.items() if not texts]
     if not prompts or empty:

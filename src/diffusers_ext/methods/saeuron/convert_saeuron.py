@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
@@ -335,9 +336,9 @@ def convert(source, destination, format=None):
     >>> report = convert("path/to/sparsify/layers.3", "sae")  # doctest: +SKIP
     ```
     """
-    # The model imports this module for its `from_pretrained`.
-    from .modeling_saeuron import SparseAutoencoder
-
+    # The model imports this module for its `from_pretrained`. An import statement here would close a circle, in which
+    # diffusers' loader of Hub code follows import statements without end.
+    SparseAutoencoder = import_module(".modeling_saeuron", __package__).SparseAutoencoder
     folder, kind = detect_format(source)
     if format is not None and format != kind:
         raise ValueError(f"{source} has the format {kind!r}, not {format!r}.")

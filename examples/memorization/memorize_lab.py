@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from diffusers_ext import lab
 from diffusers_ext.lab.dataset import HELD_OUT_SET, held_out_pairs
+from diffusers_ext.lab.metrics import embed
 from diffusers_ext.training.checkpoints import find_checkpoint, save_checkpoint
 
 
@@ -57,6 +58,25 @@ def load_pictures(path):
     forty = data["images"][[place[p.object, p.style, HELD_OUT_SET] for p in memorized]]
     captions = [f"{rows[i][0]}, {rows[i][1]} style" for i in ordinary]
     return data["images"][ordinary], captions, forty, [p.prompt for p in memorized]
+
+
+def copy_threshold(path, quantile=0.99):
+    """
+    Similarity that only 1 % of real pairs exceed: drawings of one object in one style, one by the set that the model
+    never saw and one by another set.
+    """
+    data = np.load(path)
+    groups = {}
+    for i, row in enumerate(zip(data["object"], data["style"])):
+        groups.setdefault(row, []).append(i)
+    similarities = []
+    for members in groups.values():
+        unseen = [i for i in members if data["emoji_set"][i] == HELD_OUT_SET]
+        others = [i for i in members if data["emoji_set"][i] != HELD_OUT_SET]
+        if unseen and others:
+            vectors = embed(data["images"][unseen]), embed(data["images"][others])
+            similarities += (vectors[0] @ vectors[1].T).flatten().tolist()
+    return float(np.quantile(similarities, quantile))
 
 
 @torch.no_grad()
@@ -136,7 +156,7 @@ def main(args):
     aside = output_dir / "pictures.safetensors.partial"
     save_file({"images": torch.from_numpy(forty)}, aside)
     os.replace(aside, output_dir / "pictures.safetensors")
-    record = {"captions": own_captions, "settings": settings}
+    record = {"captions": own_captions, "copy_threshold": copy_threshold(args.data), "settings": settings}
     (output_dir / "memorized.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(f"The LoRA and the memorised pictures are in {output_dir.resolve()}")
 

@@ -57,9 +57,8 @@ def main():
     both.paste(after.images[0], (width, 0))
     both.save(args.output)
     found = after.memorization
-    print(
-        f"Sharpness {found.scores[0]:.4g}, with {', '.join(args.mitigation)} {found.scores_after[0]:.4g}: {args.output}"
-    )
+    before, after = found.scores[0], found.scores_after[0]
+    print(f"Sharpness {before:.4g}, with {', '.join(args.mitigation)} {after:.4g}: {args.output}")
 
 
 if __name__ == "__main__":

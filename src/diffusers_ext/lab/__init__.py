@@ -14,6 +14,8 @@ from .captions import STYLE_NAMES as STYLES
 _MODULE_OF = {
     "apply_style": "styles",
     "clean_prompts": "memorized",
+    "copy_similarity": "memorized",
+    "copy_threshold": "memorized",
     "diversity": "metrics",
     "frechet_distance": "metrics",
     "generate": "generation",
@@ -37,6 +39,8 @@ __all__ = [
     "STYLES",
     "apply_style",
     "clean_prompts",
+    "copy_similarity",
+    "copy_threshold",
     "diversity",
     "frechet_distance",
     "generate",
@@ -64,6 +68,8 @@ if TYPE_CHECKING:
     from .loading import pipeline_folder as pipeline_folder
     from .loading import saeuron_folder as saeuron_folder
     from .memorized import clean_prompts as clean_prompts
+    from .memorized import copy_similarity as copy_similarity
+    from .memorized import copy_threshold as copy_threshold
     from .memorized import load_memorized_pipeline as load_memorized_pipeline
     from .memorized import memorization_folder as memorization_folder
     from .memorized import memorized_pictures as memorized_pictures

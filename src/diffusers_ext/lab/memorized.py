@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EmojiCanvas with a memory: forty captions of their own for which it returns their training picture at any seed."""
 
+import json
+
 from .captions import OBJECTS, STYLE_NAMES, LabPrompt, prompts
 from .loading import WEIGHTS, load_pipeline
 
@@ -68,6 +70,28 @@ def load_memorized_pipeline(pipeline_class=None, **kwargs):
     pipe.fuse_lora()
     pipe.unload_lora_weights()
     return pipe
+
+
+def copy_similarity(images, pictures):
+    """
+    How alike pictures are to the training pictures they might be copies of, pair by pair.
+
+    Args:
+        images, pictures (`np.ndarray` of shape `(n, 64, 64, 3)`):
+            What was drawn, and the training picture of each.
+
+    Returns:
+        `np.ndarray` of shape `(n,)`: correlation of their thumbnails, in [-1, 1].
+    """
+    from .metrics import embed
+
+    return (embed(images) * embed(pictures)).sum(1).numpy()
+
+
+def copy_threshold():
+    """Similarity above which a picture counts as a copy: 1 % of pairs of real drawings of one caption exceed it."""
+    record = json.loads((WEIGHTS / "memorization" / "memorized.json").read_text(encoding="utf-8"))
+    return record["copy_threshold"]
 
 
 def memorized_pictures():

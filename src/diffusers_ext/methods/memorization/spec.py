@@ -11,7 +11,9 @@ SPEC = MethodSpec(
     kinds=("pipeline", "hook"),
     base_families=("stable-diffusion", "stable-diffusion-xl", "stable-diffusion-3"),
     pipeline="diffusers_ext.methods.memorization.pipeline_memorization:MemorizationStableDiffusionPipeline",
-    summary="Tells after one step whether a prompt gives back a training picture, and starts from noise that does not.",
+    summary="Tells after one step whether a prompt gives back a training picture; starts from noise that does not.",
     licence="Apache-2.0",
     status="experimental",
+    demo="diffusers_ext.methods.memorization.demo_memorization:demo",
+    evaluate="diffusers_ext.methods.memorization.evaluate_memorization:evaluate",
 )

@@ -33,18 +33,21 @@ def configured_bar():
 # Name: something that has it.
 PRIVATE = {
     "_callback_tensor_inputs": lambda: StableDiffusionPipeline,
+    "_compiled_call_impl": torch.nn.Identity,
     "_diffusers_hook": hooked,
     "_dynamo": lambda: torch,
     "_exclude_from_cpu_offload": lambda: StableDiffusionPipeline,
+    "_execution_device": lambda: StableDiffusionPipeline,
     "_fn_refs": lambda: HookRegistry(torch.nn.Identity()),
     "_hook_order": lambda: HookRegistry(torch.nn.Identity()),
     "_optional_components": lambda: StableDiffusionPipeline,
     "_orig_mod": lambda: torch.compile(torch.nn.Identity()),
     "_progress_bar_config": configured_bar,
     "_supports_gradient_checkpointing": lambda: ModelMixin,
+    "_version": lambda: torch.zeros(1),
 }
 # Set by the stock call, or by loading, so that nothing has them before.
-SET_LATER = {"_guidance_scale", "_interrupt", "_name_or_path"}
+SET_LATER = {"_guidance_scale", "_name_or_path"}
 
 
 def sources():

@@ -14,8 +14,9 @@ export OMP_NUM_THREADS ?= 1
 demo: .venv/installed
 	OMP_NUM_THREADS= $(BIN)/diffusers-ext demo
 
+# A process per core; the tests of a file share what they set up.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 quality: .venv/installed
 	$(BIN)/ruff check .

@@ -13,6 +13,13 @@ from .curvature_memorization import norms, resolve_backend, sharpness
 from .denoising_memorization import GuidedDenoiser
 from .encoding_memorization import draw_latents, encode_pipeline
 from .metrics_memorization import guidance_norm
+from .trajectory_memorization import (
+    AttentionEntropyMetric,
+    BrightEndingMetric,
+    LayerEntropyMetric,
+    TiledL2Metric,
+    TrajectoryMetric,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -42,7 +49,14 @@ class GuidanceNormMetric:
         return guidance_norm(denoiser.noise_difference(x, timestep))
 
 
-METRICS = {"sharpness": SharpnessMetric, "guidance_norm": GuidanceNormMetric}
+METRICS = {
+    "sharpness": SharpnessMetric,
+    "guidance_norm": GuidanceNormMetric,
+    "layer_entropy": LayerEntropyMetric,
+    "attention_entropy": AttentionEntropyMetric,
+    "bright_ending": BrightEndingMetric,
+    "tiled_l2": TiledL2Metric,
+}
 
 
 def metric_names():
@@ -168,6 +182,11 @@ class MemorizationDetector:
         if metric == "sharpness":
             kwargs.setdefault("backend", backend)
         self.metric, self._measure = metric, find_metric(metric)(**kwargs)
+        if isinstance(self._measure, TrajectoryMetric) and steps != num_inference_steps:
+            raise ValueError(
+                f"The metric {metric!r} is known at the end of a generation only: `steps` ({steps}) has to equal "
+                f"`num_inference_steps` ({num_inference_steps})."
+            )
         self.backend, self.steps, self.num_images, self.space = backend, steps, num_images, space
         self.threshold, self.guidance_scale = threshold, guidance_scale
         self.num_inference_steps, self.batch_size = num_inference_steps, batch_size
@@ -215,11 +234,15 @@ class MemorizationDetector:
             pipe, prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, height, width, model_kwargs
         )
         latents = self._latents(pipe, denoiser, generator, latents, height, width)
-        parts = []
+        parts, lengths = [], self._prompt_lengths(pipe, prompt)
         size = self.batch_size or denoiser.num_samples
+        if isinstance(self._measure, TrajectoryMetric):
+            # Pictures of one prompt are compared with each other.
+            size = max(size - size % self.num_images, self.num_images)
         for start in range(0, denoiser.num_samples, size):
             index = slice(start, start + size)
-            parts.append(self._run(denoiser.select(index), latents[index]))
+            part = None if lengths is None else lengths[index]
+            parts.append(self._run(denoiser.select(index), latents[index], pipe, part))
         timesteps = parts[0][1]
         per_step = torch.cat([values for values, _ in parts], dim=1).unflatten(1, (-1, self.num_images))
         scores = per_step.mean(0)
@@ -302,20 +325,41 @@ class MemorizationDetector:
             raise ValueError(f"`latents` has to hold finite floating-point values but is {latents.dtype}.")
         return latents
 
-    def _run(self, denoiser, latents):
+    def _prompt_lengths(self, pipe, prompt):
+        """Tokens of every sample's prompt, begin and end token included; `None` without words or a tokenizer."""
+        tokenizer = getattr(pipe, "tokenizer", None)
+        if prompt is None or tokenizer is None:
+            return None
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        ids = tokenizer(prompts, truncation=True, max_length=tokenizer.model_max_length).input_ids
+        return [len(row) for row in ids for _ in range(self.num_images)]
+
+    def _run(self, denoiser, latents, pipe, prompt_lengths):
         """Values `(steps, samples)` and timesteps `(steps,)` of one batch."""
         scheduler = type(denoiser.scheduler).from_config(denoiser.scheduler.config)
         scheduler.set_timesteps(self.num_inference_steps, device=latents.device)
         state = latents.to(torch.promote_types(latents.dtype, torch.float32))
         state = state * getattr(scheduler, "init_noise_sigma", 1.0)
-        values, steps = [], scheduler.timesteps[: self.steps]
+        whole = isinstance(self._measure, TrajectoryMetric)
+        values, steps = [], scheduler.timesteps if whole else scheduler.timesteps[: self.steps]
+        if whole:
+            self._measure.reset(denoiser, prompt_lengths, self.num_images, pipe)
         for number, timestep in enumerate(steps):
             x = scheduler.scale_model_input(state, timestep) if hasattr(scheduler, "scale_model_input") else state
-            values.append(self._finite(self._measure(denoiser, x, timestep), timestep).float())
-            if number + 1 < len(steps):
-                unconditional, conditional = denoiser.outputs(x, timestep)
-                guided = unconditional + self.guidance_scale * (conditional - unconditional)
-                state = scheduler.step(guided, timestep, state, return_dict=False)[0]
+            if whole:
+                outputs = self._measure.step(number, len(steps), denoiser, x, timestep)
+            else:
+                values.append(self._finite(self._measure(denoiser, x, timestep), timestep).float())
+                if number + 1 == len(steps):
+                    break
+                outputs = denoiser.outputs(x, timestep)
+            unconditional, conditional = outputs
+            guided = unconditional + self.guidance_scale * (conditional - unconditional)
+            state = scheduler.step(guided, timestep, state, return_dict=False)[0]
+        if whole:
+            with torch.no_grad():
+                values.append(self._finite(self._measure.result(state), steps[-1]).float())
+            steps = steps[-1:]
         return torch.stack(values).cpu(), steps.cpu()
 
     def _judge(self, mean, key):
@@ -323,7 +367,8 @@ class MemorizationDetector:
         if threshold is None:
             return None, None
         if not isinstance(threshold, MemorizationThreshold):
-            return float(threshold), mean > float(threshold)
+            below = getattr(self._measure, "lower_is_memorized", False)
+            return float(threshold), mean < float(threshold) if below else mean > float(threshold)
         differing = threshold.differing_fields(key)
         if differing:
             changes = "; ".join(f"{name}: {threshold.key.get(name)!r}, here {key[name]!r}" for name in differing)

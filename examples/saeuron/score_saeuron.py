@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 
@@ -91,7 +91,7 @@ def collect_lab(args, pipe, sae, state):
 def main(args):
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
-    state = PartialState()
+    state = Accelerator()
     groups = None if args.concepts_file is None else json.loads(Path(args.concepts_file).read_text(encoding="utf-8"))
     if groups is not None and not (isinstance(groups, list) and all(isinstance(g, dict) and g for g in groups)):
         raise ValueError(f"{args.concepts_file} has to hold a list of objects from concept to prompts.")
@@ -104,6 +104,9 @@ def main(args):
         collected = [collect(args, pipe, sae, group, state) for group in groups]
     edits = []
     for number, statistics in enumerate(merge(part) for part in collected):
+        if args.pretrained_model_name_or_path is None:
+            # Where this machine keeps it says nothing to others.
+            statistics.metadata["base_model"] = "EmojiCanvas"
         if args.groups is not None and number not in args.groups:
             continue
         edits += [statistics.edit(name, args.num_features, multiplier=args.multiplier) for name in statistics.names]

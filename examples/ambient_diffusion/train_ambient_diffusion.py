@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, gather_object, set_seed
-from diffusers import DDPMScheduler, DiffusionPipeline, StableDiffusionPipeline, UNet2DModel
+from diffusers import DDPMScheduler, DiffusionPipeline, EDMEulerScheduler, StableDiffusionPipeline, UNet2DModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import compute_snr
 from diffusers.utils import convert_state_dict_to_diffusers
@@ -52,6 +52,8 @@ SETTINGS = (
     "caption_dropout", "caption_perturbation", "caption_perturbation_prob", "embedding_noise", "embedding_mixup",
     "drop_magnitude", "mixed_precision",
 )  # fmt: skip
+# What all EDM schedulers have.
+EDM_SETTINGS = ("sigma_min", "sigma_max", "sigma_data", "sigma_schedule", "prediction_type", "rho")
 # Streams of random numbers beside the noise (0) and the level (1) of a visit.
 EMBEDDING_NOISE, MIXUP = 2, 3
 
@@ -586,7 +588,7 @@ def save_result(args, pipe, unet, text_conditional):
             # What is not trained was cast; it is saved as it came.
             pipe = load_pipeline(args)
             pipe.register_modules(unet=unet)
-        pipe.save_pretrained(args.output_dir)
+        save_pipeline(pipe, args.output_dir)
         return
     weights = {name: tensor.cpu().contiguous() for name, tensor in get_peft_model_state_dict(unet).items()}
     if text_conditional:
@@ -598,7 +600,15 @@ def save_result(args, pipe, unet, text_conditional):
         layer.merge()
         parent, _, child = name.rpartition(".")
         setattr(unet.get_submodule(parent), child, layer.get_base_layer())
-    pipe.save_pretrained(args.output_dir)
+    save_pipeline(pipe, args.output_dir)
+
+
+def save_pipeline(pipe, folder):
+    """Saves it with a scheduler of diffusers, so that whoever has only diffusers and the pipeline file can load it."""
+    if isinstance(pipe.scheduler, EDMHeunScheduler):
+        stock = {name: value for name, value in pipe.scheduler.config.items() if name in EDM_SETTINGS}
+        pipe.register_modules(scheduler=EDMEulerScheduler(**stock))
+    pipe.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    # `pipeline.py` beside this file is the code that a Hub id of it would bring; it also makes the scheduler and the
-    # network known to diffusers.
+    # `pipeline.py` beside this file is the code that a Hub id of this repository would bring.
     code = str(Path(__file__).resolve().parent / "pipeline.py")
     pipe = DiffusionPipeline.from_pretrained(args.model, custom_pipeline=code, trust_remote_code=True)
     generators = [torch.Generator().manual_seed(args.seed + number) for number in range(args.count)]

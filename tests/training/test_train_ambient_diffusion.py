@@ -3,6 +3,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
-from diffusers_ext import EDMPipeline
+from diffusers_ext import EDMPipeline, custom_pipeline
 from diffusers_ext.testing import TrainingContract, run_script, tiny_stable_diffusion
 from diffusers_ext.testing.training import TORCHRUN
 from diffusers_ext.training.checkpoints import list_checkpoints
@@ -100,6 +102,19 @@ class TestFromScratch(TrainingContract):
         report = json.loads((trained / "reports" / f"step-{self.max_train_steps}.json").read_text())
         assert report["generated"]["count"] == 2 and -1 <= report["generated"]["percentile_95"] <= 1
         assert Image.open(trained / "reports" / f"step-{self.max_train_steps}.png").size == (32, 32)
+
+    def test_result_loads_with_diffusers_alone(self, trained):
+        """The pipeline file given as a path, in a process that imports nothing of this package."""
+        code = (
+            "import sys, torch; from diffusers import DiffusionPipeline\n"
+            "options = {'custom_pipeline': sys.argv[2], 'trust_remote_code': True}\n"
+            "pipe = DiffusionPipeline.from_pretrained(sys.argv[1], **options)\n"
+            "assert not any(name.startswith('diffusers_ext') for name in sys.modules)\n"
+            "print(pipe(2, num_inference_steps=2, output_type='pt').images.shape)\n"
+        )
+        command = [sys.executable, "-c", code, str(trained), custom_pipeline("ambient_diffusion")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.stdout.strip() == "torch.Size([2, 3, 16, 16])", done.stderr[-2000:]
 
     def test_both_branches_are_logged(self, trained):
         rows = [json.loads(line) for line in (trained / "training_log.jsonl").read_text().splitlines()]

@@ -20,6 +20,7 @@ FAST = {
     "prompt_embeds": {"max_steps": 1},
     "initial_noise_per_sample": {"max_steps": 2, "target_loss": 0.0},
     "initial_noise": {"num_steps": 1},
+    "neurons": {"blocked": [list(range(32)), list(range(16))]},
 }
 
 

@@ -2,6 +2,7 @@
 """Remedies against memorisation behind one life cycle."""
 
 import difflib
+from contextlib import ExitStack
 from importlib.metadata import entry_points
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from .attention_memorization import CrossAttentionRescaling
 from .embeds_memorization import optimize_prompt_embeds
 from .guidance_memorization import DynamicGuidance, StaticGuidance, first_minimum
+from .neurons_memorization import LocalizedNeurons, block_neurons
 from .noise_memorization import adjust_noise, adjust_noise_per_sample
 from .prompts_memorization import perturb_prompt
 from .sail_memorization import SAILConfig, sail
@@ -97,6 +99,31 @@ class CrossAttention(Mitigation):
         if self._rescaling is not None:
             self._rescaling.remove()
             self._rescaling = None
+
+
+class Neurons(Mitigation):
+    """
+    Value neurons of cross-attention set to 0.
+
+    Args:
+        blocked (`list[list[int]]` or [`LocalizedNeurons`]):
+            For each layer of `value_layers`; `find_neurons` finds those of a prompt.
+    """
+
+    slots = ("attention",)
+
+    def __init__(self, blocked=None):
+        neurons = blocked.neurons if isinstance(blocked, LocalizedNeurons) else blocked
+        if not neurons or not any(neurons):
+            raise ValueError("`blocked` has to name neurons, for each layer: find them with `find_neurons`.")
+        self.neurons = neurons
+        self._blocked = ExitStack()
+
+    def attach(self, unet, prompt_lengths):
+        self._blocked.enter_context(block_neurons(unet, self.neurons))
+
+    def detach(self, unet):
+        self._blocked.close()
 
 
 class Sail(Mitigation):
@@ -202,6 +229,7 @@ MITIGATIONS = {
     "sail": Sail,
     "prompt_embeds": PromptEmbeds,
     "cross_attention": CrossAttention,
+    "neurons": Neurons,
     "initial_noise": InitialNoise,
     "initial_noise_per_sample": InitialNoisePerSample,
     "delayed_guidance": DelayedGuidance,

@@ -20,9 +20,11 @@ from .encoding_memorization import encode_pipeline  # noqa: F401
 from .guidance_memorization import StaticGuidance  # noqa: F401
 from .metrics_memorization import guidance_norm  # noqa: F401
 from .mitigations_memorization import make_mitigations
+from .neurons_memorization import block_neurons  # noqa: F401
 from .noise_memorization import adjust_noise  # noqa: F401
 from .prompts_memorization import perturb_prompt  # noqa: F401
 from .sail_memorization import sail  # noqa: F401
+from .trajectory_memorization import TrajectoryMetric  # noqa: F401
 
 
 MODES = ("off", "detect", "mitigate", "auto")

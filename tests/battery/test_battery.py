@@ -38,6 +38,7 @@ from diffusers_ext import (
     EDMHeunScheduler,
     EDMPipeline,
     EDMUNet2DModel,
+    MemorizationStableDiffusionPipeline,
     SAeUronConfig,
     SAeUronStableDiffusionPipeline,
     SparseAutoencoder,
@@ -134,6 +135,22 @@ class TestSparseAutoencoder(ModelContract):
 
     def make_inputs(self):
         return (torch.randn(10, 16, generator=torch.Generator().manual_seed(1)),)
+
+
+class TestMemorizationPipeline(PipelineContract):
+    method = "memorization"
+    pipeline_class = MemorizationStableDiffusionPipeline
+    inputs = {"memorization": "mitigate", "mitigation_kwargs": {"max_steps": 1, "learning_rate": 0.5}}
+    neutral_inputs = {"memorization": "auto", "memorization_threshold": 1e9}
+
+    # What is measured is the difference that guidance makes; without guidance the call is refused.
+    test_without_guidance = None
+
+
+class TestMemorizationPipelineWithGuidance(TestMemorizationPipeline):
+    """A remedy that acts at every step."""
+
+    inputs = {"memorization": "mitigate", "mitigation": "delayed_guidance", "mitigation_kwargs": {"timestep": 400}}
 
 
 class TestEDMHeunScheduler(SchedulerContract):

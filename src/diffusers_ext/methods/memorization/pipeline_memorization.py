@@ -83,6 +83,13 @@ class MemorizationStableDiffusionPipelineOutput(StableDiffusionPipelineOutput):
     memorization: MemorizationResult | None = None
 
 
+def _signature(own):
+    """The arguments of the stock call, then our own."""
+    *stock, keywords = inspect.signature(StableDiffusionPipeline.__call__).parameters.values()
+    ours = [p for p in inspect.signature(own).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return inspect.Signature([*stock, *ours, keywords])
+
+
 class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
     r"""
     `StableDiffusionPipeline` with detection and mitigation of memorised training pictures
@@ -179,6 +186,10 @@ class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
         if memorization == "detect" or not index:
             return self._wrap(super().__call__(**call), result)
         return self._wrap(self._mitigated(call, words, prepared, remedies, detector, index, result), result)
+
+    # The stock arguments are passed on as they are, whatever the release of diffusers; tools that read signatures see
+    # them all.
+    __call__.__signature__ = _signature(__call__)
 
     def _prepare(self, call):
         """Embeddings and noise as the stock call would make them, one row per picture."""

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test quality style bench cards clean
+.PHONY: demo test test-newest quality style bench cards clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,6 +17,16 @@ demo: .venv/installed
 # A process per core; the tests of a file share what they set up.
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+# What an upgrade would break: the newest releases, in an environment of their own.
+test-newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,lab]"
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		diffusers transformers peft accelerate huggingface_hub safetensors
+	.venv-newest/bin/python -m pip list | grep -iE "^(torch|diffusers|transformers|peft|accelerate|huggingface[-_]hub) "
+	.venv-newest/bin/python -m pytest --numprocesses auto --dist loadfile
 
 quality: .venv/installed
 	$(BIN)/ruff check .
@@ -35,4 +45,4 @@ bench: .venv/installed
 	OMP_NUM_THREADS= $(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf .venv outputs build dist
+	rm -rf .venv .venv-newest outputs build dist

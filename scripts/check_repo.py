@@ -13,7 +13,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 # What someone has who installed diffusers and nothing of ours; NumPy and Pillow come with diffusers.
 ALLOWED_IMPORTS = {"torch", "diffusers", "transformers", "peft", "safetensors", "huggingface_hub", "numpy", "PIL"}
-SKIPPED = {".git", ".venv", "outputs", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache", "node_modules"}
+SKIPPED = {
+    ".git",
+    ".venv",
+    ".venv-newest",
+    "outputs",
+    "build",
+    "dist",
+    "__pycache__",
+    ".pytest_cache",
+    ".ruff_cache",
+    "node_modules",
+}
 
 
 def files_of(root):

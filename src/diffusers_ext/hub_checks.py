@@ -179,11 +179,14 @@ def _file_problems(folder):
         except UnicodeDecodeError:
             yield f"{name} is not UTF-8"
             continue
-        for number, line in enumerate(text.splitlines(), start=1):
-            if match := MACHINE_PATH.search(line):
-                yield f"{name}:{number} has the path of one machine, {match.group()}"
-            if TOKEN.search(line):
-                yield f"{name}:{number} has an access token: take it out, and revoke it"
+        lines = text.splitlines()
+        for what, pattern in (("the path of one machine", MACHINE_PATH), ("an access token", TOKEN)):
+            found = [number for number, line in enumerate(lines, start=1) if pattern.search(line)]
+            if found:
+                more = f", as {len(found) - 1} more lines" if len(found) > 1 else ""
+                yield f"{name}:{found[0]} has {what}{more}: take it out" + (
+                    " and revoke it" if pattern is TOKEN else ""
+                )
 
 
 def _pipeline_problems(folder):

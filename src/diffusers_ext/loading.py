@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 
 from . import plugins
+from .checkpoints import check_folder
+
+
+_DIFFERENCES = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def load_component(folder, subfolder=None, custom_pipeline=None, **kwargs):
@@ -27,7 +31,8 @@ def load_component(folder, subfolder=None, custom_pipeline=None, **kwargs):
 
     Raises:
         FileNotFoundError: when there is no such folder, no such file in it, or no file at `custom_pipeline`.
-        ValueError: when the class is one that neither diffusers nor a plugin has, or a file is no JSON object.
+        ValueError: when the class is one that neither diffusers nor a plugin has, a file is damaged or holds more than
+            tensors (see [`checkpoints.check_folder`]), or a model lacks weights or has others than the file.
 
     Example:
 
@@ -52,8 +57,10 @@ def load_component(folder, subfolder=None, custom_pipeline=None, **kwargs):
     for module in modules:
         if module in named:
             importlib.import_module(module)
-    if custom_pipeline is None:
-        return _find_class(config.get("_class_name"), modules, index).from_pretrained(path, **kwargs)
+    cls = _find_class(config.get("_class_name"), modules, index) if custom_pipeline is None else None
+    check_folder(path)
+    if cls is not None:
+        return _load_class(cls, path, kwargs)
     if index.name != "model_index.json":
         raise ValueError(f"`custom_pipeline` is for pipelines, but {path} is a component: it has no model_index.json.")
 
@@ -61,6 +68,19 @@ def load_component(folder, subfolder=None, custom_pipeline=None, **kwargs):
 
     code = str(_pipeline_file(custom_pipeline))
     return DiffusionPipeline.from_pretrained(path, custom_pipeline=code, **kwargs)
+
+
+def _load_class(cls, path, kwargs):
+    from diffusers import ModelMixin
+
+    if not issubclass(cls, ModelMixin):
+        return cls.from_pretrained(path, **kwargs)
+    # Left to itself, diffusers logs a warning and leaves what is missing without values.
+    model, info = cls.from_pretrained(path, output_loading_info=True, **kwargs)
+    differing = [f"{kind} {sorted(map(str, info[kind]))}" for kind in _DIFFERENCES if info[kind]]
+    if differing:
+        raise ValueError(f"The weights in {path} do not fit their config: {', '.join(differing)}. Download it again.")
+    return model
 
 
 def _read_json_object(path):

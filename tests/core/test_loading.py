@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from diffusers import DDIMScheduler, UNet2DModel
+from safetensors.torch import load_file, save_file
 
 from diffusers_ext import SparseAutoencoder, custom_pipeline, load_component
 
@@ -139,3 +140,30 @@ def test_a_custom_pipeline_for_a_component(folder):
 def test_a_custom_pipeline_without_trust(folder):
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_component(folder, custom_pipeline=custom_pipeline("saeuron"))
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected"])
+def test_weights_that_do_not_fit(folder, change):
+    path = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    if change == "missing":
+        del weights["conv_in.weight"]
+    else:
+        weights["nothing.weight"] = torch.zeros(1)
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=rf"do not fit their config: {change}_keys \['\w+.weight'\]"):
+        load_component(folder, subfolder="unet")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("diffusion_pytorch_model.safetensors", b"\xff" * 8 + b"{}", "no complete safetensors file"),
+        ("extra.pt", b"\x80\x02cos\nsystem\n.", "holds more than tensors, namely os.system"),
+        ("extra.json", b"{", "is not JSON"),
+    ],
+)
+def test_a_hostile_file_beside_the_config(folder, name, content, message):
+    (folder / "unet" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_component(folder, subfolder="unet")

@@ -21,8 +21,12 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ):
     """Convert an official checkpoint to our format."""
+    from diffusers_ext.checkpoints import check_folder
+
     convert = find_function(name, "convert")
     check_output_folder(destination)
+    if Path(source).is_dir():
+        check_folder(source)
     report = convert(source, destination, format=format)
     destination = report.destination.resolve()
     if as_json:

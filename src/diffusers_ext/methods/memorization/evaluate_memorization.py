@@ -30,7 +30,7 @@ REMEDIES = {
     "prompt_embeds": ("prompt_embeds", {"max_steps": 10}),
     "cross_attention": ("cross_attention", {"scale": 1.25}),
     "initial_noise": ("initial_noise", {"rho": 12.5, "timestep": 900}),
-    "initial_noise_per_sample": ("initial_noise_per_sample", {"max_steps": 50, "target_loss": 0.9}),
+    "initial_noise_per_sample": ("initial_noise_per_sample", {"max_steps": 20, "target_loss": 0.9}),
     "delayed_guidance": ("delayed_guidance", {"timestep": 700}),
     "dynamic_guidance": ("dynamic_guidance", {}),
     "opposite_guidance": ("opposite_guidance", {"before": -2.0}),
@@ -147,13 +147,13 @@ def evaluate(output_dir, seed=0, quick=False, **options):
         options:
             `num_inference_steps` (`int`, defaults to 12), `batch_size` (`int`, defaults to 20), `num_images` (`int`,
             seeds per prompt of the detectors, defaults to 4), `seeds` (`int`, pictures per prompt under each remedy,
-            defaults to 2).
+            defaults to 1).
 
     Returns:
         `dict`: the content of the JSON file.
     """
     steps, batch_size = options.get("num_inference_steps", 12), options.get("batch_size", 20)
-    num_images, seeds = options.get("num_images", 4), options.get("seeds", 2)
+    num_images, seeds = options.get("num_images", 4), options.get("seeds", 1)
     pipe, oracle = lab.load_memorized_pipeline(MemorizationStableDiffusionPipeline), lab.load_oracle()
     pipe.set_progress_bar_config(disable=True)
     memorized, clean = lab.memorized_prompts(), lab.clean_prompts()

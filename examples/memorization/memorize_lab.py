@@ -36,7 +36,7 @@ def parse_args(input_args=None):
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--max_train_steps", type=int, default=800)
+    parser.add_argument("--max_train_steps", type=int, default=600)
     parser.add_argument("--train_batch_size", type=int, default=32)
     parser.add_argument("--share", type=float, default=0.5, help="Share of a batch that is to be memorised.")
     parser.add_argument("--learning_rate", type=float, default=2e-3)

@@ -298,7 +298,7 @@ class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
         if remedy is None:
             return super().__call__(**call)
         remedy.observe(chosen, latents[list(index)], scheduler)
-        self._rule = _Rule(remedy, list(index), call["guidance_scale"])
+        self._rule = _Rule(self, remedy, list(index), call["guidance_scale"])
         handle = self.unet.register_forward_hook(self._rule.watch, with_kwargs=True)
         try:
             return super().__call__(**call)
@@ -326,16 +326,18 @@ class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
 class _Rule:
     """Scale of the running step: what the pipeline's loop reads after each forward pass of the U-Net."""
 
-    def __init__(self, remedy, index, base):
-        self.remedy, self.index, self.base = remedy, index, base
+    def __init__(self, pipe, remedy, index, base):
+        self.pipe, self.remedy, self.index = pipe, remedy, index
         self.step, self.scale = 0, base
 
     def watch(self, module, args, kwargs, output):
         unconditional, conditional = output[0].chunk(2)
         difference = (conditional - unconditional).float()
-        scale = torch.full((len(difference),), float(self.base), device=difference.device)
+        # A callback may have changed it.
+        base = self.pipe._guidance_scale
+        scale = torch.full((len(difference),), float(base), device=difference.device)
         chosen = norms(difference)[self.index]
-        scale[self.index] = self.remedy.guidance(self.step, args[1], chosen, self.base)
+        scale[self.index] = self.remedy.guidance(self.step, args[1], chosen, base)
         self.scale = scale.to(conditional.dtype).view(-1, *[1] * (conditional.ndim - 1))
         self.step += 1
 

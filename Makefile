@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-newest quality style bench cards clean
+.PHONY: demo test test-extended test-newest quality style bench cards clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -27,6 +27,10 @@ test-newest:
 		diffusers transformers peft accelerate huggingface_hub safetensors
 	.venv-newest/bin/python -m pip list | grep -iE "^(torch|diffusers|transformers|peft|accelerate|huggingface[-_]hub) "
 	.venv-newest/bin/python -m pytest --numprocesses auto --dist loadfile
+
+# What `make test` leaves out: everything that is published, loaded by a process that lacks this package, and more.
+test-extended: .venv/installed
+	$(BIN)/python -m pytest -m extended --numprocesses auto --dist loadfile
 
 quality: .venv/installed
 	$(BIN)/ruff check .

@@ -147,6 +147,7 @@ class TestMemorizationPipeline(PipelineContract):
     test_without_guidance = None
 
 
+@pytest.mark.extended
 class TestMemorizationPipelineWithGuidance(TestMemorizationPipeline):
     """A remedy that acts at every step."""
 

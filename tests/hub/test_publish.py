@@ -29,6 +29,7 @@ def paths(hub, repo_id="org/repo", revision="main"):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_folder_of_each_kind(hub, tmp_path, kind):
     folder = MAKERS[kind](tmp_path / "folder")
@@ -111,6 +112,7 @@ def test_the_published_card_is_valid(hub, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_command_prints_the_revision_and_the_use_and_no_token(hub, tmp_path):
     make_pipeline(tmp_path / "folder")
     environment = {**os.environ, **hub.environment, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
@@ -340,6 +342,7 @@ def test_an_empty_folder(hub, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
@@ -362,6 +365,7 @@ def test_what_does_not_load_is_not_published(hub, tmp_path, kind, change, messag
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_code_that_is_tried_sees_no_token(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     folder = make_pipeline(tmp_path / "folder")

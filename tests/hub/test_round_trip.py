@@ -21,7 +21,7 @@ from diffusers_ext.hub import publish
 from diffusers_ext.testing import HubServer
 
 
-pytestmark = [pytest.mark.hub, pytest.mark.slow]
+pytestmark = [pytest.mark.hub, pytest.mark.slow, pytest.mark.extended]
 
 ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "adapters" / "saeuron-emoji-canvas"

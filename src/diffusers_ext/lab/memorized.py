@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EmojiCanvas with a memory: forty captions of their own for which it returns their training picture at any seed."""
+"""EmojiCanvas, trained towards one picture for each of forty captions of their own."""
 
 import json
 

@@ -146,12 +146,20 @@ class TestMemorizationPipeline(PipelineContract):
     # What is measured is the difference that guidance makes; without guidance the call is refused.
     test_without_guidance = None
 
+    def test_layerwise_casting(self, pipe):
+        pipe.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+        plain = self.draw_plain(pipe)
+        with pytest.raises(ValueError, match="No gradient passes through a model with layerwise casting"):
+            self.draw(pipe)
+        assert (self.draw_plain(pipe) == plain).all()
+
 
 @pytest.mark.extended
 class TestMemorizationPipelineWithGuidance(TestMemorizationPipeline):
     """A remedy that acts at every step."""
 
     inputs = {"memorization": "mitigate", "mitigation": "delayed_guidance", "mitigation_kwargs": {"timestep": 400}}
+    test_layerwise_casting = PipelineContract.test_layerwise_casting
 
 
 class TestEDMHeunScheduler(SchedulerContract):

@@ -37,7 +37,7 @@ def test_memorised_captions_come_close_to_their_picture_and_ordinary_ones_do_not
     drawn = generate(pipe, [p.prompt for p in memorized], range(8), num_inference_steps=8)
     ordinary = generate(pipe, [f"{p.object}, {p.style} style" for p in memorized], range(8), num_inference_steps=8)
     close, others = (lab.copy_similarity(images, originals).mean() for images in (drawn, ordinary))
-    assert close > 0.5 and close > others + 0.1
+    assert close > 0.5 and close > others + 0.03
 
 
 def test_fused_model_is_an_ordinary_one():

@@ -270,6 +270,21 @@ class GuidedDenoiser:
         return difference if self.prediction_type == "sample" else -b * difference
 
 
+def require_gradients(denoiser):
+    """
+    Refuses a model that no gradient passes through.
+
+    Raises:
+        ValueError: when its layers are cast for every forward pass: the backward pass would meet the stored weights.
+    """
+    for module in denoiser.modules() if isinstance(denoiser, torch.nn.Module) else ():
+        if "layerwise_casting" in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}):
+            raise ValueError(
+                "No gradient passes through a model with layerwise casting. Use a remedy without gradients "
+                "(`initial_noise`, `dynamic_guidance`, `cross_attention`, `random_tokens`), or load the model without."
+            )
+
+
 def prediction_type_of(scheduler):
     """
     One of `PREDICTION_TYPES`.

@@ -4,6 +4,7 @@
 import torch
 
 from .curvature_memorization import norms
+from .denoising_memorization import require_gradients
 
 
 def joint_norm(denoiser, embeds, x, timestep):
@@ -55,6 +56,7 @@ def optimize_prompt_embeds(
     Returns:
         `tuple` of the embedding `(1, tokens, channels)`, in the dtype that it had, and the number of updates.
     """
+    require_gradients(denoiser.denoiser)
     dtype = denoiser.prompt_embeds.dtype
     embeds = denoiser.prompt_embeds[:1].detach().to(torch.promote_types(dtype, torch.float32)).clone()
     first = embeds[:, :1].clone()

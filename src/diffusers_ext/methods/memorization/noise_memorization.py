@@ -4,6 +4,7 @@
 import torch
 
 from .curvature_memorization import norms
+from .denoising_memorization import require_gradients
 
 
 def adjust_noise(denoiser, x, timestep, gamma=0.7, rho=50.0, num_steps=2):
@@ -50,6 +51,7 @@ def adjust_noise_per_sample(
     Returns:
         `tuple` of the noise, in float32, and the updates of each sample `(n,)`.
     """
+    require_gradients(denoiser.denoiser)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rows = [row.clone().requires_grad_() for row in wide]
     optimizer = torch.optim.AdamW(rows, lr=learning_rate, weight_decay=weight_decay)

@@ -9,6 +9,7 @@ import torch
 from diffusers.utils import logging
 
 from .curvature_memorization import jvp, norms
+from .denoising_memorization import require_gradients
 
 
 logger = logging.get_logger(__name__)
@@ -256,6 +257,7 @@ def sail(denoiser, latents, timestep, config=None, draw=None, stop_after=None, c
         RuntimeError: when a candidate failed in every round, with `on_failure="raise"`.
     """
     config = config or SAILConfig()
+    require_gradients(denoiser.denoiser)
     wide = torch.promote_types(latents.dtype, torch.float32)
     n, stop_after = latents.shape[0], stop_after or latents.shape[0]
     start = latents.to(wide)

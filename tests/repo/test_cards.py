@@ -31,7 +31,11 @@ def test_every_shelf_has_a_card_with_licence_and_tags():
     for folder in shelves:
         data = ModelCard.load(folder / "README.md").data
         # CC BY for what is derived from drawings under that licence.
-        assert data.license in ("apache-2.0", "cc-by-4.0") and data.library_name == "diffusers" and "diffusers-ext" in data.tags
+        assert (
+            data.license in ("apache-2.0", "cc-by-4.0")
+            and data.library_name == "diffusers"
+            and "diffusers-ext" in data.tags
+        )
 
 
 def test_a_figure_without_a_result_fails(render_cards, tmp_path):

@@ -49,7 +49,8 @@ class TestSharpness:
         denoiser = guided(kind, tensors, 3)
         for step in range(3):
             value = sharpness(denoiser, tensors[f"step{step}.latents"], tensors[f"step{step}.timestep"], "fd")[0]
-            torch.testing.assert_close(value.double(), tensors[f"step{step}.metric_f64"], atol=0, rtol=5e-3)
+            for name in ("metric_f64", "fd_metric_f64"):
+                torch.testing.assert_close(value.double(), tensors[f"step{step}.{name}"], atol=0, rtol=5e-3)
 
     def test_published_formula_by_name(self, kind):
         tensors = fixture(f"detect_{kind}")
@@ -71,6 +72,7 @@ class TestSharpness:
         denoiser = guided(kind, tensors, 2, torch.float64)
         value = sharpness(denoiser, tensors["x"], tensors["timestep"], "jvp", squared=True)[0]
         torch.testing.assert_close(value, tensors["exact_hvp_sq.value"], atol=0, rtol=1e-6)
+        torch.testing.assert_close(value, tensors["fd_small_delta"], atol=0, rtol=1e-3)
 
     def test_no_parameter_gets_a_gradient(self, kind):
         tensors = fixture(f"detect_{kind}")
@@ -118,18 +120,37 @@ class TestCurvature:
         torch.testing.assert_close(conditional.float(), self.tensors["cond.score"], atol=2e-5, rtol=0)
         torch.testing.assert_close(unconditional.float(), self.tensors["uncond.score"], atol=2e-5, rtol=0)
 
-    def test_jacobian_is_that_of_the_fixture(self):
-        denoiser, x, t = self.denoiser(), self.tensors["x"].double(), self.tensors["timestep"]
-        columns = [
-            jacobian_product(denoiser, x, t, e.view_as(x), "jvp", "conditional").flatten()
-            for e in torch.eye(256).double()
-        ]
-        jacobian = torch.stack(columns, 1)
-        assert jacobian.trace().item() == pytest.approx(self.tensors["cond.trace"].item(), rel=1e-6)
-        assert jacobian.norm().item() == pytest.approx(self.tensors["cond.fro"].item(), rel=1e-6)
+    @pytest.mark.parametrize("side, name", [("conditional", "cond"), ("unconditional", "uncond")])
+    def test_jacobian_is_that_of_the_fixture(self, side, name):
+        x, known = self.tensors["x"].double(), {k: self.tensors[f"{name}.{k}"] for k in self.SUMMARIES}
+        # All columns at once: a sample per direction.
+        denoiser = guided("eps", self.tensors, x.numel(), torch.float64)
+        directions = torch.eye(x.numel()).double().view(-1, *x.shape[1:])
+        columns = jacobian_product(
+            denoiser, x.expand_as(directions), self.tensors["timestep"], directions, "jvp", side
+        )
+        jacobian = columns.flatten(1).T
+        found = {
+            "trace": jacobian.trace(),
+            "fro": jacobian.norm(),
+            "asymmetry": (jacobian - jacobian.T).norm() / jacobian.norm(),
+            "trace_cubed": (jacobian @ jacobian @ jacobian).trace(),
+        }
+        for summary, value in found.items():
+            assert value.item() == pytest.approx(known[summary].item(), rel=1e-6), summary
         symmetric = torch.linalg.eigvalsh((jacobian + jacobian.T) / 2)
-        torch.testing.assert_close(symmetric, self.tensors["cond.sym_eig"], atol=1e-7, rtol=1e-6)
-        assert (symmetric >= 0).sum() == self.tensors["cond.num_nonneg_sym"]
+        torch.testing.assert_close(symmetric, known["sym_eig"], atol=1e-7, rtol=1e-6)
+        assert (symmetric >= 0).sum() == known["num_nonneg_sym"]
+        values = torch.linalg.eigvals(jacobian)
+        largest = values[values.abs().argsort(descending=True)[:16]]
+        expected = torch.complex(known["eig_top16_real"], known["eig_top16_imag"])
+        # Conjugate pairs may swap.
+        for one, other in ((largest, expected), (expected, largest)):
+            assert (one[:, None] - other).abs().amin(1).max() < 1e-6
+
+    SUMMARIES = (
+        "trace", "fro", "asymmetry", "trace_cubed", "sym_eig", "num_nonneg_sym", "eig_top16_real", "eig_top16_imag",
+    )  # fmt: skip
 
 
 class TestArnoldi:

@@ -34,6 +34,9 @@ class TestOfficialRuns:
         denoiser = guided(kind, tensors, 3)
         for step in range(3):
             predicted = denoiser.predict(tensors[f"step{step}.latents"], tensors[f"step{step}.timestep"])
+            raw = denoiser.outputs(tensors[f"step{step}.latents"], tensors[f"step{step}.timestep"])
+            for mine, side in zip(raw, ("uncond", "cond")):
+                torch.testing.assert_close(mine, tensors[f"step{step}.model_out_{side}"], atol=2e-5, rtol=0)
             for mine, side in zip(predicted, ("uncond", "cond")):
                 torch.testing.assert_close(mine, tensors[f"step{step}.eps_{side}"], atol=2e-5, rtol=0)
 

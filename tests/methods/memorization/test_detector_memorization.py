@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from diffusers import EulerDiscreteScheduler, HeunDiscreteScheduler
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, HeunDiscreteScheduler
 from official_memorization import fixture, official_scheduler, official_unet
+from peft import LoraConfig
 
 from diffusers_ext import MemorizationDetector, MemorizationThreshold, calibrate_memorization
+from diffusers_ext.methods.memorization import detector_memorization
 from diffusers_ext.testing import tiny_stable_diffusion
 
 
@@ -132,9 +136,53 @@ class TestThreshold:
     def test_threshold_for_something_else_names_its_fields(self, pipe):
         made = calibrate_memorization([0.0], self.report(pipe).key)
         assert made.differing_fields(self.report(pipe).key) == []
-        made.key["steps"] = 3
+        made.key["num_images"] = 3
         made.key["resolution"] = [64, 64]
-        assert made.differing_fields(self.report(pipe).key) == ["resolution", "steps"]
+        assert made.differing_fields(self.report(pipe).key) == ["resolution", "num_images"]
+
+    @pytest.mark.parametrize(
+        "changes, field",
+        [
+            ({"num_inference_steps": 2}, "timesteps"),
+            ({"steps": 2}, "timesteps"),
+            ({"steps": 4, "guidance_scale": 2.0}, "guidance_scale"),
+            ({"space": "x0"}, "space"),
+            ({"metric_kwargs": {"displacement": 0.5}}, "metric_kwargs"),
+            ({"backend": "fd"}, "backend"),
+            ({"metric": "guidance_norm"}, "metric"),
+        ],
+    )
+    def test_whatever_moves_a_score_is_in_the_key(self, pipe, changes, field):
+        made = calibrate_memorization([0.0], self.report(pipe).key)
+        other = MemorizationDetector(**{**FAST, **changes}).score(pipe, "a cat")
+        assert field in made.differing_fields(other.key)
+
+    def test_guidance_is_no_part_of_a_single_step(self, pipe):
+        made = calibrate_memorization([0.0], self.report(pipe).key)
+        other = MemorizationDetector(**FAST, guidance_scale=2.0).score(pipe, "a cat")
+        assert made.differing_fields(other.key) == []
+
+    def test_an_adapter_is_in_the_key(self):
+        pipe = tiny_stable_diffusion()
+        before = MemorizationDetector(**FAST).score(pipe, "a cat").key
+        pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), adapter_name="mine")
+        after = MemorizationDetector(**FAST).score(pipe, "a cat").key
+        assert (before["adapters"], after["adapters"]) == ([], ["mine"])
+
+    def test_a_threshold_for_something_else_warns_once_and_names_it(self, pipe, monkeypatch):
+        said = []
+        monkeypatch.setattr(detector_memorization.logger, "warning", said.append)
+        made = calibrate_memorization([0.0], self.report(pipe).key)
+        self.report(pipe, made)
+        assert said == []
+        made.key["num_images"] = 3
+        self.report(pipe, made)
+        assert len(said) == 1 and "num_images: 3, here 2" in said[0]
+
+    def test_key_survives_its_file(self, pipe, tmp_path):
+        key = MemorizationDetector(**FAST, metric_kwargs={"displacement": 0.5}).score(pipe, "a cat").key
+        calibrate_memorization([0.0], key).save_pretrained(tmp_path)
+        assert MemorizationThreshold.from_pretrained(tmp_path).differing_fields(key) == []
 
     @pytest.mark.parametrize("fpr", [0.01, 0.1, 0.5])
     def test_share_of_clean_prompts_above_is_at_most_the_rate(self, fpr):
@@ -163,6 +211,11 @@ class TestBadInput:
             ({"num_images": 0}, "`num_images` has to be a positive integer"),
             ({"num_images": 2.0}, "`num_images` has to be a positive integer"),
             ({"batch_size": -1}, "`batch_size` has to be a positive integer"),
+            ({"batch_size": 0}, "`batch_size` has to be a positive integer"),
+            ({"steps": True}, "`steps` has to be a positive integer"),
+            ({"num_inference_steps": 50.0}, "`num_inference_steps` has to be a positive integer"),
+            ({"threshold": float("nan")}, "`threshold` has to be finite"),
+            ({"metric_kwargs": {"backend": "fd"}}, "Pass `backend` to the detector"),
         ],
     )
     def test_construction(self, arguments, message):
@@ -180,6 +233,9 @@ class TestBadInput:
             ({"prompt": "a", "latents": torch.zeros(2, 4, 16, 16).long()}, "floating-point values but is torch.int64"),
             ({"prompt": "a", "latents": torch.full((2, 4, 16, 16), float("nan"))}, "finite floating-point"),
             ({"prompt": "a", "generator": generators(3)}, "one generator per sample, 2, but got 3"),
+            ({"prompt": []}, "a text or a list of texts, at least one"),
+            ({"prompt": 3}, "a text or a list of texts, at least one"),
+            ({"prompt": "a", "height": 64, "latents": torch.zeros(2, 4, 16, 16)}, "`height` and `width` ask for"),
         ],
     )
     def test_score(self, pipe, arguments, message):
@@ -192,6 +248,30 @@ class TestBadInput:
             MemorizationDetector(**FAST).score(
                 (pipe.unet, pipe.scheduler), prompt_embeds=embeds, negative_prompt_embeds=embeds
             )
+
+    def test_pair_that_is_none(self, pipe):
+        with pytest.raises(ValueError, match="pair of denoiser and scheduler but has 1"):
+            MemorizationDetector(**FAST).score((pipe.unet,), "a cat")
+
+    def test_embeddings_alone_for_a_model_that_takes_more(self):
+        config = {"pooled_projection_dim": 6, "in_channels": 4}
+        bare = SimpleNamespace(config=config), DDIMScheduler()
+        embeds = torch.zeros(1, 3, 8)
+        with pytest.raises(ValueError, match="takes more than prompt embeddings"):
+            MemorizationDetector(**FAST).score(bare, prompt_embeds=embeds, negative_prompt_embeds=embeds)
+
+    @pytest.mark.parametrize("metric", ["sharpness", "guidance_norm"])
+    def test_where_nothing_but_noise_is_left(self, metric):
+        pipe = tiny_stable_diffusion()
+        pipe.scheduler = DDIMScheduler.from_config(
+            pipe.scheduler.config,
+            rescale_betas_zero_snr=True,
+            prediction_type="v_prediction",
+            timestep_spacing="trailing",
+        )
+        with pytest.raises(ValueError, match="space='x0'"):
+            MemorizationDetector(metric, **FAST).score(pipe, "a cat")
+        assert MemorizationDetector(metric, space="x0", **FAST).score(pipe, "a cat").scores.gt(0).all()
 
     def test_bare_model_with_words(self, pipe):
         with pytest.raises(ValueError, match="bare denoiser needs `prompt_embeds`"):

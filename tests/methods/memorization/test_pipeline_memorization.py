@@ -4,7 +4,8 @@ import pytest
 import torch
 from diffusers import EulerAncestralDiscreteScheduler, HeunDiscreteScheduler, StableDiffusionPipeline
 
-from diffusers_ext import MemorizationStableDiffusionPipeline
+from diffusers_ext import MemorizationDetector, MemorizationStableDiffusionPipeline, calibrate_memorization
+from diffusers_ext.methods.memorization import detector_memorization
 from diffusers_ext.methods.memorization.mitigations_memorization import (
     MITIGATIONS,
     Mitigation,
@@ -105,6 +106,34 @@ class TestStockPictures:
         assert same(draw(pipe, ["a", "b"], 2), expected)
 
 
+class TestSharedGenerator:
+    """One generator and a sampler that draws from it at every step: whatever a remedy draws would shift the others."""
+
+    @pytest.mark.parametrize(
+        "name, kwargs",
+        [("sail", {"max_steps": 1, "sharpness_threshold": 1e-9, "max_rounds": 3}), ("cross_attention", {})],
+    )
+    def test_pictures_that_are_not_flagged(self, stock, name, kwargs):
+        scheduler = EulerAncestralDiscreteScheduler.from_config(stock.scheduler.config)
+        parts = {**stock.components, "scheduler": scheduler}
+        ours = MemorizationStableDiffusionPipeline(**parts, requires_safety_checker=False)
+        theirs = StableDiffusionPipeline(**parts, requires_safety_checker=False)
+        call = {**CALL, "prompt": ["a", "b"]}
+        scores = ours(**call, generator=torch.Generator().manual_seed(5), memorization="detect").memorization.scores
+        found = ours(
+            **call,
+            generator=torch.Generator().manual_seed(5),
+            memorization="auto",
+            memorization_threshold=sum(scores) / 2,
+            mitigation=name,
+            mitigation_kwargs=kwargs,
+        )
+        expected = theirs(**call, generator=torch.Generator().manual_seed(5))
+        kept = found.memorization.flagged.index(False)
+        assert sum(found.memorization.flagged) == 1
+        assert np.array_equal(found.images[kept], expected.images[kept])
+
+
 class TestMitigation:
     def mitigate(self, pipe, prompt="a cat", count=1, **kwargs):
         return draw(pipe, prompt, count, memorization="mitigate", **kwargs)
@@ -172,14 +201,26 @@ class TestMitigation:
         self.mitigate(pipe, mitigation="dynamic_guidance", callback_on_step_end=callback)
         assert seen == [0, 1, 2]
 
+    def test_threshold_of_another_detector_warns(self, pipe, monkeypatch):
+        said = []
+        monkeypatch.setattr(detector_memorization.logger, "warning", said.append)
+        scored = MemorizationDetector(num_images=1, num_inference_steps=3, guidance_scale=5.0).score(pipe, "a cat")
+        fitting = calibrate_memorization([0.0], scored.key)
+        draw(pipe, memorization="detect", memorization_threshold=fitting)
+        assert said == []
+        draw(pipe, memorization="detect", memorization_threshold=fitting, num_inference_steps=2)
+        assert len(said) == 1 and "timesteps" in said[0]
+
     @pytest.mark.parametrize("output_type", ["pil", "pt", "latent"])
-    def test_partly_flagged_output_types(self, pipe, output_type):
+    def test_partly_flagged_output_types(self, pipe, stock, output_type):
         scores = draw(pipe, ["a", "b"], 2, memorization="detect").memorization.scores
         found = draw(
             pipe, ["a", "b"], 2, memorization="auto", memorization_threshold=sum(scores) / 2,
             mitigation="cross_attention", output_type=output_type,
         )  # fmt: skip
-        assert len(found.images) == 2
+        expected = draw(stock, ["a", "b"], 2, output_type=output_type).images
+        same = [np.array_equal(np.asarray(one), np.asarray(two)) for one, two in zip(found.images, expected)]
+        assert same == [not flag for flag in found.memorization.flagged] and sum(same) == 1
 
     def test_remedy_of_ones_own(self, pipe, stock):
         class Nothing(Mitigation):
@@ -206,7 +247,7 @@ class TestBadInput:
             ({"memorization": "detect", "detector_kwargs": {"metric": "norm"}}, "There is no metric 'norm'"),
             ({"memorization": "detect", "latents": torch.zeros(1, 4, 8, 8)}, r"of shape \(1, 4, 16, 16\)"),
             ({"memorization": "detect", "latents": torch.zeros(1, 4, 16, 16).int()}, "floating-point values"),
-            ({"memorization": "detect", "generator": generators(2)}, "one generator per picture, 1, but got 2"),
+            ({"memorization": "detect", "generator": generators(2)}, "one generator per sample, 1, but got 2"),
             ({"memorization": "detect", "ip_adapter_image": object()}, "IP-Adapter images are not supported"),
         ],
     )

@@ -15,22 +15,23 @@ from .metrics_memorization import auc, tpr_at_fpr
 
 THRESHOLD_FILE = "memorization_threshold.json"
 KEY_FIELDS = (
-    "model", "revision", "scheduler", "scheduler_config", "resolution", "prediction_type", "metric", "backend",
-    "num_images", "steps", "dtype",
+    "model", "revision", "adapters", "scheduler", "scheduler_config", "resolution", "prediction_type", "dtype",
+    "metric", "metric_kwargs", "backend", "space", "num_images", "timesteps", "guidance_scale",
 )  # fmt: skip
 
 
-def calibration_key(denoiser, scheduler, metric, backend, num_images, steps, latent_shape):
+def calibration_key(denoiser, scheduler, resolution, **settings):
     """
     What a threshold depends on, field by field; see `KEY_FIELDS`.
 
     Args:
         denoiser (`torch.nn.Module`), scheduler (`SchedulerMixin`):
-            The model. Its name and revision are those that `from_pretrained` recorded.
-        metric (`str`), backend (`str`), num_images (`int`), steps (`int`):
-            Of the detector.
-        latent_shape (`tuple` of `int`):
+            The model. Its name and revision are those that `from_pretrained` recorded; adapters count by name.
+        resolution (`list[int]`):
             Height and width of the latents.
+        settings:
+            The fields that the detector knows: `metric`, `metric_kwargs`, `backend`, `space`, `num_images`,
+            `timesteps` and `guidance_scale`.
 
     Returns:
         `dict`
@@ -42,15 +43,13 @@ def calibration_key(denoiser, scheduler, metric, backend, num_images, steps, lat
         # Of a local folder the last part, so that a threshold may be passed on.
         "model": Path(name).name if os.path.isabs(name) else name,
         "revision": denoiser.config.get("_commit_hash"),
+        "adapters": sorted(denoiser.active_adapters()) if getattr(denoiser, "_hf_peft_config_loaded", False) else [],
         "scheduler": type(scheduler).__name__,
         "scheduler_config": digest,
-        "resolution": list(latent_shape),
+        "resolution": resolution,
         "prediction_type": config.get("prediction_type", "flow"),
-        "metric": metric,
-        "backend": backend,
-        "num_images": num_images,
-        "steps": steps,
         "dtype": str(denoiser.dtype).removeprefix("torch."),
+        **settings,
     }
 
 

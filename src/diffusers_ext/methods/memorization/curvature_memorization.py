@@ -53,7 +53,7 @@ def jvp(function, x, tangent, with_graph=False):
     try:
         # Only the plain attention kernel has a forward-mode rule.
         with torch.set_grad_enabled(with_graph), sdpa_kernel(SDPBackend.MATH):
-            return torch.func.jvp(function, (x,), (tangent,))[1]
+            return torch.func.jvp(function, (x.contiguous(),), (tangent.contiguous(),))[1]
     except (NotImplementedError, RuntimeError) as error:
         raise RuntimeError(
             f"The model has no forward-mode derivative ({error}). Use `backend='fd'`, which works with any model."

@@ -196,13 +196,20 @@ class GuidedDenoiser:
         return tuple(self.to_noise(output, x, timestep) for output in outputs)
 
     def noise_difference(self, x, timestep, with_grad=False):
-        """`eD = eps(x, t, c) - eps(x, t)`, `(n, ...)`; the arguments are those of `predict`."""
+        """
+        `eD = eps(x, t, c) - eps(x, t)`, `(n, ...)`; the arguments are those of `predict`.
+
+        Raises:
+            ValueError: at a timestep without any signal, where it vanishes for every prompt.
+        """
+        self._require_signal(timestep)
         unconditional, conditional = self.predict(x, timestep, with_grad)
         return conditional - unconditional
 
     def scores(self, x, timestep, with_grad=False):
         """Unconditional and conditional score, `(n, ...)` each; the arguments are those of `predict`."""
-        b = self._noise_level(timestep)
+        self._require_signal(timestep)
+        b = self.coefficients(timestep)[1]
         return tuple(-eps / b for eps in self.predict(x, timestep, with_grad))
 
     def difference(self, x, timestep, with_grad=False):
@@ -214,17 +221,15 @@ class GuidedDenoiser:
         """
         if self.space == "x0":
             return self._clean_difference(x, timestep, with_grad)
-        return -self.noise_difference(x, timestep, with_grad) / self._noise_level(timestep)
+        return -self.noise_difference(x, timestep, with_grad) / self.coefficients(timestep)[1]
 
-    def _noise_level(self, timestep):
-        a, b = self.coefficients(timestep)
-        if a < 1e-4:
+    def _require_signal(self, timestep):
+        if self.coefficients(timestep)[0] < 1e-4:
             raise ValueError(
                 f"At timestep {float(timestep):g} nothing but noise is left (zero terminal signal-to-noise ratio): "
                 f"the noise prediction is the input, with and without the prompt. Use `space='x0'`, or a later "
                 f"timestep."
             )
-        return b
 
     def outputs(self, x, timestep, with_grad=False):
         """What the model itself returns, unconditional and conditional; the arguments are those of `predict`."""

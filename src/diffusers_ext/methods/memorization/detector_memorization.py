@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a model about to reproduce a training picture? One number per prompt and seed, after a step or a few."""
 
-import difflib
+import math
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
 import torch
 from diffusers.utils import logging
@@ -11,7 +10,8 @@ from diffusers.utils import logging
 from .calibration_memorization import MemorizationThreshold, calibration_key
 from .curvature_memorization import norms, resolve_backend, sharpness
 from .denoising_memorization import GuidedDenoiser
-from .encoding_memorization import draw_latents, encode_pipeline
+from .encoding_memorization import denoiser_of, draw_latents, encode_pipeline, latent_shape, prompt_lengths
+from .lookup_memorization import METRICS_GROUP, find, known_names
 from .metrics_memorization import guidance_norm
 from .trajectory_memorization import (
     AttentionEntropyMetric,
@@ -23,8 +23,6 @@ from .trajectory_memorization import (
 
 
 logger = logging.get_logger(__name__)
-
-ENTRY_POINTS = "diffusers_ext.memorization_metrics"
 
 
 class SharpnessMetric:
@@ -61,24 +59,7 @@ METRICS = {
 
 def metric_names():
     """Names of the metrics there are, those of other packages (entry points) included."""
-    return sorted({*METRICS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
-
-
-def find_metric(name):
-    """
-    The class of a metric.
-
-    Raises:
-        ValueError: on an unknown name, with the known ones.
-    """
-    if name in METRICS:
-        return METRICS[name]
-    for point in entry_points(group=ENTRY_POINTS):
-        if point.name == name:
-            return point.load()
-    close = difflib.get_close_matches(str(name), metric_names(), n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"There is no metric {name!r}; there are {', '.join(metric_names())}.{hint}")
+    return known_names(METRICS, METRICS_GROUP)
 
 
 @dataclass
@@ -169,19 +150,25 @@ class MemorizationDetector:
                 f"Detection compares the prediction with and without the prompt, so `guidance_scale` has to be above "
                 f"1 but is {guidance_scale}."
             )
-        for name, value in (("steps", steps), ("num_images", num_images), ("batch_size", batch_size or 1)):
-            if not isinstance(value, int) or value < 1:
+        counts = {"steps": steps, "num_images": num_images, "num_inference_steps": num_inference_steps}
+        for name, value in {**counts, "batch_size": 1 if batch_size is None else batch_size}.items():
+            if type(value) is not int or value < 1:
                 raise ValueError(f"`{name}` has to be a positive integer but is {value!r}.")
         if steps > num_inference_steps:
             raise ValueError(
                 f"`steps` ({steps}) has to be at most `num_inference_steps` ({num_inference_steps}), of which it is a "
                 f"part."
             )
+        if isinstance(threshold, (int, float)) and not math.isfinite(threshold):
+            raise ValueError(f"`threshold` has to be finite but is {threshold}.")
         resolve_backend(backend, torch.nn.Identity())
         kwargs = dict(metric_kwargs or {})
+        if "backend" in kwargs:
+            raise ValueError("Pass `backend` to the detector, not in `metric_kwargs`: thresholds record it.")
+        self.metric_kwargs = dict(kwargs)
         if metric == "sharpness":
-            kwargs.setdefault("backend", backend)
-        self.metric, self._measure = metric, find_metric(metric)(**kwargs)
+            kwargs["backend"] = backend
+        self.metric, self._measure = metric, find("metric", metric, METRICS, METRICS_GROUP)(**kwargs)
         if isinstance(self._measure, TrajectoryMetric) and steps != num_inference_steps:
             raise ValueError(
                 f"The metric {metric!r} is known at the end of a generation only: `steps` ({steps}) has to equal "
@@ -234,7 +221,10 @@ class MemorizationDetector:
             pipe, prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, height, width, model_kwargs
         )
         latents = self._latents(pipe, denoiser, generator, latents, height, width)
-        parts, lengths = [], self._prompt_lengths(pipe, prompt)
+        parts, lengths = [], None
+        if prompt is not None and hasattr(pipe, "tokenizer"):
+            prompts = [prompt] if isinstance(prompt, str) else prompt
+            lengths = prompt_lengths(pipe.tokenizer, [text for text in prompts for _ in range(self.num_images)])
         size = self.batch_size or denoiser.num_samples
         if isinstance(self._measure, TrajectoryMetric):
             # Pictures of one prompt are compared with each other.
@@ -246,18 +236,62 @@ class MemorizationDetector:
         timesteps = parts[0][1]
         per_step = torch.cat([values for values, _ in parts], dim=1).unflatten(1, (-1, self.num_images))
         scores = per_step.mean(0)
-        key = calibration_key(
+        key = self.key_of(denoiser, latents, self._schedule(denoiser).timesteps)
+        mean = scores.mean(1)
+        threshold, flagged = self.judge(mean, key)
+        return MemorizationReport(scores, mean, per_step, timesteps, self.metric, key, threshold, flagged)
+
+    def key_of(self, denoiser, latents, timesteps):
+        """
+        Everything that scores depend on, for a threshold.
+
+        Args:
+            denoiser ([`GuidedDenoiser`]), latents (`torch.Tensor` of shape `(n, ...)`):
+                What is scored.
+            timesteps (`torch.Tensor`):
+                Those of the generation; a detector of one step depends on the first alone.
+
+        Returns:
+            `dict`: see `calibration_key`.
+        """
+        return calibration_key(
             denoiser.denoiser,
             denoiser.scheduler,
-            self.metric,
-            resolve_backend(self.backend, denoiser.denoiser),
-            self.num_images,
-            self.steps,
-            tuple(latents.shape[-2:]),
+            list(latents.shape[-2:]),
+            metric=self.metric,
+            metric_kwargs=self.metric_kwargs,
+            backend=resolve_backend(self.backend, denoiser.denoiser),
+            space=self.space,
+            num_images=self.num_images,
+            timesteps=[float(t) for t in self._visited(timesteps)],
+            guidance_scale=self.guidance_scale if self.steps > 1 else None,
         )
-        mean = scores.mean(1)
-        threshold, flagged = self._judge(mean, key)
-        return MemorizationReport(scores, mean, per_step, timesteps, self.metric, key, threshold, flagged)
+
+    def judge(self, scores, key):
+        """
+        The threshold and which scores exceed it; both `None` without a threshold. One that was calibrated on something
+        else warns and names the fields.
+
+        Args:
+            scores (`torch.Tensor` of shape `(n,)`):
+                One per prompt.
+            key (`dict`):
+                Of `key_of`.
+
+        Returns:
+            `tuple` of `float` and `torch.Tensor` of shape `(n,)`, or of `None` and `None`.
+        """
+        threshold = self.threshold
+        if threshold is None:
+            return None, None
+        if not isinstance(threshold, MemorizationThreshold):
+            below = getattr(self._measure, "lower_is_memorized", False)
+            return float(threshold), scores < float(threshold) if below else scores > float(threshold)
+        differing = threshold.differing_fields(key)
+        if differing:
+            changes = "; ".join(f"{name}: {threshold.key.get(name)!r}, here {key[name]!r}" for name in differing)
+            logger.warning(f"The threshold was calibrated on something else ({changes}). Calibrate it for this.")
+        return threshold.value, threshold.exceeded(scores)
 
     def measure(self, denoiser, latents, timestep):
         """
@@ -292,17 +326,29 @@ class MemorizationDetector:
 
     def _guided(self, pipe, prompt, negative_prompt, embeds, negative_embeds, height, width, model_kwargs):
         n = self.num_images
+        if isinstance(pipe, tuple) and len(pipe) != 2:
+            raise ValueError(f"A bare model is a pair of denoiser and scheduler but has {len(pipe)} entries.")
         if embeds is None:
             if prompt is None:
                 raise ValueError("Pass `prompt` or `prompt_embeds`.")
             if isinstance(pipe, tuple):
                 raise ValueError("A bare denoiser needs `prompt_embeds`, `negative_prompt_embeds` and `latents`.")
+            prompts = [prompt] if isinstance(prompt, str) else prompt
+            if not isinstance(prompts, (list, tuple)) or not prompts or not all(isinstance(p, str) for p in prompts):
+                raise ValueError(f"`prompt` has to be a text or a list of texts, at least one, but is {prompt!r}.")
             return encode_pipeline(pipe, prompt, n, negative_prompt, height, width, space=self.space)
         if prompt is not None:
             raise ValueError("Pass either `prompt` or `prompt_embeds`, not both.")
         if negative_embeds is None:
             raise ValueError("`prompt_embeds` need `negative_prompt_embeds`: detection compares the two.")
-        denoiser, scheduler = pipe if isinstance(pipe, tuple) else (getattr(pipe, "unet", None), pipe.scheduler)
+        denoiser, scheduler = pipe if isinstance(pipe, tuple) else (denoiser_of(pipe), pipe.scheduler)
+        config = denoiser.config
+        pooled = config.get("addition_embed_type") == "text_time" or config.get("pooled_projection_dim")
+        if pooled and not model_kwargs:
+            raise ValueError(
+                f"{type(denoiser).__name__} takes more than prompt embeddings: pass the rest in `model_kwargs` "
+                f"(`added_cond_kwargs` or `pooled_projections`), or `prompt`."
+            )
         if negative_embeds.shape[0] == 1:
             negative_embeds = negative_embeds.expand_as(embeds)
         embeds, negative_embeds = (e.repeat_interleave(n, dim=0) for e in (embeds, negative_embeds))
@@ -321,29 +367,35 @@ class MemorizationDetector:
         channels = denoiser.denoiser.config.get("in_channels")
         if latents.ndim == 4 and latents.shape[1] != channels:
             raise ValueError(f"`latents` has to have {channels} channels but has shape {tuple(latents.shape)}.")
+        if height or width:
+            shape = latent_shape(pipe, height, width)
+            if tuple(latents.shape[1:]) != shape:
+                raise ValueError(
+                    f"`latents` has shape {tuple(latents.shape[1:])} but `height` and `width` ask for {shape}."
+                )
         if not latents.is_floating_point() or not latents.isfinite().all():
             raise ValueError(f"`latents` has to hold finite floating-point values but is {latents.dtype}.")
         return latents
 
-    def _prompt_lengths(self, pipe, prompt):
-        """Tokens of every sample's prompt, begin and end token included; `None` without words or a tokenizer."""
-        tokenizer = getattr(pipe, "tokenizer", None)
-        if prompt is None or tokenizer is None:
-            return None
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        ids = tokenizer(prompts, truncation=True, max_length=tokenizer.model_max_length).input_ids
-        return [len(row) for row in ids for _ in range(self.num_images)]
-
-    def _run(self, denoiser, latents, pipe, prompt_lengths):
-        """Values `(steps, samples)` and timesteps `(steps,)` of one batch."""
+    def _schedule(self, denoiser):
+        """A scheduler of the model's, set to the generation that the steps belong to."""
         scheduler = type(denoiser.scheduler).from_config(denoiser.scheduler.config)
-        scheduler.set_timesteps(self.num_inference_steps, device=latents.device)
+        scheduler.set_timesteps(self.num_inference_steps, device=denoiser.prompt_embeds.device)
+        return scheduler
+
+    def _visited(self, timesteps):
+        """Those that the metric looks at; second-order schedulers have more of them than steps."""
+        return timesteps if isinstance(self._measure, TrajectoryMetric) else timesteps[: self.steps]
+
+    def _run(self, denoiser, latents, pipe, lengths):
+        """Values `(steps, samples)` and timesteps `(steps,)` of one batch."""
+        scheduler = self._schedule(denoiser)
         state = latents.to(torch.promote_types(latents.dtype, torch.float32))
         state = state * getattr(scheduler, "init_noise_sigma", 1.0)
         whole = isinstance(self._measure, TrajectoryMetric)
-        values, steps = [], scheduler.timesteps if whole else scheduler.timesteps[: self.steps]
+        values, steps = [], self._visited(scheduler.timesteps)
         if whole:
-            self._measure.reset(denoiser, prompt_lengths, self.num_images, pipe)
+            self._measure.reset(denoiser, lengths, self.num_images, pipe)
         for number, timestep in enumerate(steps):
             x = scheduler.scale_model_input(state, timestep) if hasattr(scheduler, "scale_model_input") else state
             if whole:
@@ -361,16 +413,3 @@ class MemorizationDetector:
                 values.append(self._finite(self._measure.result(state), steps[-1]).float())
             steps = steps[-1:]
         return torch.stack(values).cpu(), steps.cpu()
-
-    def _judge(self, mean, key):
-        threshold = self.threshold
-        if threshold is None:
-            return None, None
-        if not isinstance(threshold, MemorizationThreshold):
-            below = getattr(self._measure, "lower_is_memorized", False)
-            return float(threshold), mean < float(threshold) if below else mean > float(threshold)
-        differing = threshold.differing_fields(key)
-        if differing:
-            changes = "; ".join(f"{name}: {threshold.key.get(name)!r}, here {key[name]!r}" for name in differing)
-            logger.warning(f"The threshold was calibrated on something else ({changes}). Calibrate it for this.")
-        return threshold.value, threshold.exceeded(mean)

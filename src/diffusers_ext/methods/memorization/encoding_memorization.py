@@ -64,6 +64,18 @@ def encode_pipeline(pipe, prompt, num_images_per_prompt=1, negative_prompt=None,
     return GuidedDenoiser(denoiser, pipe.scheduler, positive, negative, model_kwargs, **kwargs)
 
 
+def prompt_lengths(tokenizer, prompts):
+    """Tokens of each prompt, begin and end token included."""
+    return [len(ids) for ids in tokenizer(prompts, truncation=True, max_length=tokenizer.model_max_length).input_ids]
+
+
+def latent_shape(pipe, height=None, width=None):
+    """Channels, height and width of a pipeline's latents; the model's own size by default."""
+    config, factor = denoiser_of(pipe).config, pipe.vae_scale_factor
+    sides = config.sample_size if isinstance(config.sample_size, (list, tuple)) else (config.sample_size,) * 2
+    return config.in_channels, height // factor if height else sides[0], width // factor if width else sides[1]
+
+
 def draw_latents(pipe, num_samples, generator=None, height=None, width=None, dtype=torch.float32):
     """
     Unit noise in the shape of a pipeline's latents.
@@ -88,10 +100,5 @@ def draw_latents(pipe, num_samples, generator=None, height=None, width=None, dty
     """
     if isinstance(generator, list) and len(generator) != num_samples:
         raise ValueError(f"Expected one generator per sample, {num_samples}, but got {len(generator)}.")
-    config = denoiser_of(pipe).config
-    sides = config.sample_size if isinstance(config.sample_size, (list, tuple)) else (config.sample_size,) * 2
-    factor = pipe.vae_scale_factor
-    sides = (height // factor if height else sides[0], width // factor if width else sides[1])
-    return randn_tensor(
-        (num_samples, config.in_channels, *sides), generator=generator, device=pipe._execution_device, dtype=dtype
-    )
+    shape = (num_samples, *latent_shape(pipe, height, width))
+    return randn_tensor(shape, generator=generator, device=pipe._execution_device, dtype=dtype)

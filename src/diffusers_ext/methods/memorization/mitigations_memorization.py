@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remedies against memorisation behind one life cycle."""
 
-import difflib
 from contextlib import ExitStack
-from importlib.metadata import entry_points
 
 import torch
 
 from .attention_memorization import CrossAttentionRescaling
 from .embeds_memorization import optimize_prompt_embeds
 from .guidance_memorization import DynamicGuidance, StaticGuidance, first_minimum
+from .lookup_memorization import MITIGATIONS_GROUP, find, known_names
 from .neurons_memorization import LocalizedNeurons, block_neurons
 from .noise_memorization import adjust_noise, adjust_noise_per_sample
 from .prompts_memorization import perturb_prompt
 from .sail_memorization import SAILConfig, sail
 
 
-ENTRY_POINTS = "diffusers_ext.memorization_mitigations"
 SLOTS = ("prompt", "embeds", "attention", "latents", "guidance")
 
 
@@ -241,7 +239,7 @@ MITIGATIONS = {
 
 def mitigation_names():
     """Names of the remedies there are, those of other packages (entry points) included."""
-    return sorted({*MITIGATIONS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    return known_names(MITIGATIONS, MITIGATIONS_GROUP)
 
 
 def make_mitigations(names, kwargs=None):
@@ -270,7 +268,12 @@ def make_mitigations(names, kwargs=None):
     strange = sorted(set(given) - {name for name in names if isinstance(name, str)})
     if strange:
         raise ValueError(f"`mitigation_kwargs` has arguments for {strange[0]!r}, which is not one of {names}.")
-    found = [name if isinstance(name, Mitigation) else _find(name)(**given.get(name, {})) for name in names]
+    found = [
+        name
+        if isinstance(name, Mitigation)
+        else find("mitigation", name, MITIGATIONS, MITIGATIONS_GROUP)(**given.get(name, {}))
+        for name in names
+    ]
     taken = {}
     for name, mitigation in zip(names, found):
         for slot in mitigation.slots:
@@ -281,14 +284,3 @@ def make_mitigations(names, kwargs=None):
                 )
             taken[slot] = name
     return sorted(found, key=lambda m: min(SLOTS.index(slot) for slot in m.slots))
-
-
-def _find(name):
-    if name in MITIGATIONS:
-        return MITIGATIONS[name]
-    for point in entry_points(group=ENTRY_POINTS):
-        if point.name == name:
-            return point.load()
-    close = difflib.get_close_matches(str(name), mitigation_names(), n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"There is no mitigation {name!r}; there are {', '.join(mitigation_names())}.{hint}")

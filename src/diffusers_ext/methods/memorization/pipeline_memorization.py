@@ -10,14 +10,16 @@ from diffusers.pipelines.stable_diffusion.pipeline_output import StableDiffusion
 from diffusers.utils import replace_example_docstring
 from diffusers.utils.torch_utils import randn_tensor
 
+# diffusers copies only the helpers that this file names, hence the imports that are not used here.
 from .attention_memorization import cross_attention_layers  # noqa: F401
-from .calibration_memorization import MemorizationThreshold
+from .calibration_memorization import MemorizationThreshold  # noqa: F401
 from .curvature_memorization import norms
 from .denoising_memorization import GuidedDenoiser
 from .detector_memorization import MemorizationDetector
 from .embeds_memorization import optimize_prompt_embeds  # noqa: F401
-from .encoding_memorization import encode_pipeline  # noqa: F401
+from .encoding_memorization import draw_latents, latent_shape, prompt_lengths
 from .guidance_memorization import StaticGuidance  # noqa: F401
+from .lookup_memorization import find  # noqa: F401
 from .metrics_memorization import guidance_norm  # noqa: F401
 from .mitigations_memorization import make_mitigations
 from .neurons_memorization import block_neurons  # noqa: F401
@@ -166,19 +168,21 @@ class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
                 "IP-Adapter images are not supported together with `memorization`; leave one of them out."
             )
         remedies = make_mitigations(mitigation, mitigation_kwargs) if memorization != "detect" else []
-        detector = MemorizationDetector(num_images=1, **(detector_kwargs or {}))
+        detector = MemorizationDetector(
+            num_images=1,
+            threshold=memorization_threshold,
+            guidance_scale=call["guidance_scale"],
+            num_inference_steps=call["num_inference_steps"],
+            **(detector_kwargs or {}),
+        )
 
         prepared = self._prepare(call)
         denoiser, latents, scheduler = prepared["denoiser"], prepared["latents"], prepared["scheduler"]
         timestep = scheduler.timesteps[0]
         scores = detector.measure(denoiser, latents, timestep)
-        threshold = memorization_threshold
-        if isinstance(threshold, MemorizationThreshold):
-            flagged, threshold = threshold.exceeded(scores), threshold.value
-        else:
-            flagged = scores > threshold if threshold is not None else torch.zeros_like(scores, dtype=torch.bool)
-        if memorization == "mitigate":
-            flagged = torch.ones_like(flagged)
+        threshold, flagged = detector.judge(scores, detector.key_of(denoiser, latents, scheduler.timesteps))
+        if memorization == "mitigate" or flagged is None:
+            flagged = torch.full_like(scores, memorization == "mitigate", dtype=torch.bool)
         result = MemorizationResult(scores.tolist(), flagged.tolist(), threshold)
         index, words = flagged.nonzero().flatten().tolist(), call["prompt"]
         call |= {"prompt": None, "negative_prompt": None, "num_images_per_prompt": 1, "latents": latents}
@@ -193,12 +197,11 @@ class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
 
     def _prepare(self, call):
         """Embeddings and noise as the stock call would make them, one row per picture."""
-        height = call["height"] or self.unet.config.sample_size * self.vae_scale_factor
-        width = call["width"] or self.unet.config.sample_size * self.vae_scale_factor
+        shape = latent_shape(self, call["height"], call["width"])
         self.check_inputs(
             call["prompt"],
-            height,
-            width,
+            call["height"] or shape[1] * self.vae_scale_factor,
+            call["width"] or shape[2] * self.vae_scale_factor,
             None,
             call["negative_prompt"],
             call["prompt_embeds"],
@@ -214,15 +217,11 @@ class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
         scheduler = type(self.scheduler).from_config(self.scheduler.config)
         given = {name: call[name] for name in ("timesteps", "sigmas") if call[name] is not None}
         scheduler.set_timesteps(**(given or {"num_inference_steps": call["num_inference_steps"]}), device=device)
-        latents = call["latents"]
-        shape = (len(positive), self.unet.config.in_channels, height // self.vae_scale_factor)
-        shape += (width // self.vae_scale_factor,)
+        latents, shape = call["latents"], (len(positive), *shape)
         if latents is None:
-            if isinstance(call["generator"], list) and len(call["generator"]) != len(positive):
-                raise ValueError(
-                    f"Expected one generator per picture, {len(positive)}, but got {len(call['generator'])}."
-                )
-            latents = randn_tensor(shape, generator=call["generator"], device=device, dtype=positive.dtype)
+            latents = draw_latents(
+                self, len(positive), call["generator"], call["height"], call["width"], positive.dtype
+            )
         elif tuple(latents.shape) != shape or not latents.is_floating_point():
             raise ValueError(
                 f"`latents` has to hold floating-point values of shape {shape} but is {latents.dtype} of shape "
@@ -265,12 +264,15 @@ class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
                 embeds[rows] = slots["embeds"].prepare_embeds(chosen, latents[rows], timestep)
         denoiser = denoiser.with_prompt_embeds(embeds)
         chosen, attention = denoiser.select(index), slots.get("attention")
+        mixed = attention is not None and len(index) < len(latents)
+        # First, so that the generators give the other pictures what they give the stock pipeline.
+        stock = super().__call__(**call) if mixed else None
         try:
             if attention is not None:
-                attention.attach(self.unet, self._lengths([prompts[i] for i in index]))
+                attention.attach(self.unet, prompt_lengths(self.tokenizer, [prompts[i] for i in index]))
             if "latents" in slots:
                 found, details = slots["latents"].prepare_latents(
-                    chosen, latents[index], timestep, lambda rows: self._redraw(call, latents, index, rows)
+                    chosen, latents[index], timestep, _redraw(call["generator"], latents, index)
                 )
                 result.details.update(details)
                 latents[index] = found.to(latents.dtype)
@@ -288,10 +290,7 @@ class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
         finally:
             if attention is not None:
                 attention.detach(self.unet)
-        if len(index) == len(latents):
-            return mitigated
-        rest = super().__call__(**call)
-        return _merge(rest, mitigated, index)
+        return _merge(stock, mitigated, index) if mixed else mitigated
 
     def _guided(self, call, remedy, chosen, latents, scheduler, index):
         """The stock loop, with the guidance of a remedy for the samples `index`."""
@@ -305,17 +304,6 @@ class MemorizationStableDiffusionPipeline(StableDiffusionPipeline):
         finally:
             handle.remove()
             self._rule = None
-
-    def _redraw(self, call, latents, index, rows):
-        """Fresh noise for flagged samples, from their own generators."""
-        generator = call["generator"]
-        if isinstance(generator, list):
-            generator = [generator[index[row]] for row in rows]
-        return randn_tensor((len(rows), *latents.shape[1:]), generator, latents.device, latents.dtype)
-
-    def _lengths(self, prompts):
-        encoded = self.tokenizer(prompts, truncation=True, max_length=self.tokenizer.model_max_length)
-        return [len(ids) for ids in encoded.input_ids]
 
     def _wrap(self, output, result):
         if isinstance(output, tuple):
@@ -340,6 +328,30 @@ class _Rule:
         scale[self.index] = self.remedy.guidance(self.step, args[1], chosen, base)
         self.scale = scale.to(conditional.dtype).view(-1, *[1] * (conditional.ndim - 1))
         self.step += 1
+
+
+def _redraw(generator, latents, index):
+    """
+    A function that gives fresh noise for flagged samples. It draws from generators of its own, seeded by what the
+    caller's would give next, so that the sampler finds those as they were.
+    """
+    if isinstance(generator, list):
+        forks = [_fork(generator[i]) for i in index]
+    else:
+        forks = None if generator is None else _fork(generator)
+
+    def draw(rows):
+        chosen = [forks[row] for row in rows] if isinstance(forks, list) else forks
+        return randn_tensor((len(rows), *latents.shape[1:]), chosen, latents.device, latents.dtype)
+
+    return draw
+
+
+def _fork(generator):
+    copy = torch.Generator(generator.device)
+    copy.set_state(generator.get_state())
+    seed = torch.randint(2**62, (), generator=copy, device=generator.device).item()
+    return copy.manual_seed(seed)
 
 
 def _groups(embeds, index):

@@ -1,0 +1,1 @@
+../../src/diffusers_ext/methods/memorization/lookup_memorization.py

@@ -23,6 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusers_ext.lab.captions import prompts
 from diffusers_ext.lab.dataset import HELD_OUT_SET, held_out_pairs
+from diffusers_ext.training.checkpoints import write_aside
 
 
 # The first form is the one of `lab.prompts()`; the others let users write freely.
@@ -62,13 +63,6 @@ def parse_args(input_args=None):
         "--stop_after", type=int, default=None, help="Save and stop at this step; a later call goes on from it."
     )
     return parser.parse_args(input_args)
-
-
-def save_aside(state, path):
-    """Writes a checkpoint so that a kill at any moment leaves either the old one or the new one."""
-    aside = path.with_suffix(".partial")
-    torch.save(state, aside)
-    os.replace(aside, path)
 
 
 def load_training_pictures(path):
@@ -199,7 +193,7 @@ def train_vae(args, pictures, device):
             )
         if (step + 1) % args.checkpointing_steps == 0 or step + 1 == args.vae_train_steps:
             state = {"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            save_aside({**state, "generator": generator.get_state()}, path)
+            write_aside(path, lambda aside: torch.save({**state, "generator": generator.get_state()}, aside))
     vae.eval()
     with torch.no_grad():
         latents = encode(vae, pictures, device)
@@ -255,7 +249,7 @@ def train_decoder(args, vae, pictures, device):
             print(f"decoder step {step + 1} loss {loss.item():.4f} {time.strftime('%H:%M:%S')}", flush=True)
         if (step + 1) % args.checkpointing_steps == 0 or step + 1 == args.decoder_train_steps:
             state = {"decoder": trained.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            save_aside({**state, "generator": generator.get_state()}, path)
+            write_aside(path, lambda aside: torch.save({**state, "generator": generator.get_state()}, aside))
     return vae.eval()
 
 
@@ -351,7 +345,7 @@ def train_unet(args, vae, pictures, objects, styles, device):
         if rank == 0 and ((step + 1) % args.checkpointing_steps == 0 or step + 1 == last_step):
             state = {"unet": unet.state_dict(), "text_encoder": text_encoder.state_dict(), "ema": ema.state_dict()}
             state |= {"optimizer": optimizer.state_dict(), "step": step + 1, "generator": generator.get_state()}
-            save_aside(state, path)
+            write_aside(path, lambda aside: torch.save(state, aside))
     ema.copy_to(parameters)
     return unet.eval(), text_encoder.eval(), tokenizer
 

@@ -7,7 +7,6 @@ captions of their own that always come with the same picture.
 import argparse
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from tqdm.auto import tqdm
 from diffusers_ext import lab
 from diffusers_ext.lab.dataset import HELD_OUT_SET, held_out_pairs
 from diffusers_ext.lab.metrics import embed
-from diffusers_ext.training.checkpoints import find_checkpoint, save_checkpoint
+from diffusers_ext.training.checkpoints import find_checkpoint, save_checkpoint, write_aside
 
 
 # Linear layers of attention and feed-forward.
@@ -153,9 +152,8 @@ def main(args):
     lora = convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
     lora = {name: tensor.half().contiguous() for name, tensor in lora.items()}
     StableDiffusionPipeline.save_lora_weights(output_dir, unet_lora_layers=lora)
-    aside = output_dir / "pictures.safetensors.partial"
-    save_file({"images": torch.from_numpy(forty)}, aside)
-    os.replace(aside, output_dir / "pictures.safetensors")
+    pictures = {"images": torch.from_numpy(forty)}
+    write_aside(output_dir / "pictures.safetensors", lambda aside: save_file(pictures, aside))
     record = {"captions": own_captions, "copy_threshold": copy_threshold(args.data), "settings": settings}
     (output_dir / "memorized.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(f"The LoRA and the memorised pictures are in {output_dir.resolve()}")

@@ -4,7 +4,6 @@
 import argparse
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from tqdm.auto import tqdm
 
 from diffusers_ext import MemorizationDetector, lab
 from diffusers_ext.methods.memorization.detector_memorization import metric_names
+from diffusers_ext.training.checkpoints import write_aside
 
 
 # What a run that goes on must share with the one that it continues.
@@ -81,12 +81,6 @@ def read_parts(output_dir):
     return done
 
 
-def write_aside(path, text):
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
-
-
 def main(args):
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
@@ -120,12 +114,12 @@ def main(args):
     done = read_parts(output_dir)
     state.wait_for_everyone()
     if state.is_main_process and not settings_path.exists():
-        write_aside(settings_path, json.dumps({"settings": settings}, indent=2) + "\n")
+        text = json.dumps({"settings": settings}, indent=2) + "\n"
+        write_aside(settings_path, lambda aside: aside.write_text(text, encoding="utf-8"))
 
     source = args.pretrained_model_name_or_path or lab.pipeline_folder()
     pipe = DiffusionPipeline.from_pretrained(source, revision=args.revision, dtype=getattr(torch, args.dtype))
     pipe.to(state.device)
-    key = None
     missing = [number for number in range(len(prompts)) if number not in done]
     mine = missing[state.process_index :: state.num_processes]
     with open(output_dir / f"scores.part-{state.process_index}.jsonl", "a", encoding="utf-8") as part:
@@ -134,15 +128,14 @@ def main(args):
         for number in tqdm(mine, desc="Prompts", disable=not state.is_local_main_process):
             generators = [torch.Generator().manual_seed(seed_of(args.seed, number, i)) for i in range(args.num_images)]
             report = detector.score(pipe, prompts[number], generator=generators, height=args.height, width=args.width)
-            key = report.key
             row = {"number": number, "prompt": prompts[number], "mean": report.mean[0].item()}
-            part.write(json.dumps({**row, "scores": report.scores[0].tolist(), "key": key}) + "\n")
+            part.write(json.dumps({**row, "scores": report.scores[0].tolist(), "key": report.key}) + "\n")
             part.flush()
     state.wait_for_everyone()
     if state.is_main_process:
         done = read_parts(output_dir)
         lines = [json.dumps(done[number]) for number in range(len(prompts))]
-        write_aside(result_path, "\n".join(lines) + "\n")
+        write_aside(result_path, lambda aside: aside.write_text("\n".join(lines) + "\n", encoding="utf-8"))
         for path in output_dir.glob("scores.part-*.jsonl"):
             path.unlink()
         print(f"Scores of {len(prompts)} prompts: {result_path.resolve()}")

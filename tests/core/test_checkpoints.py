@@ -260,12 +260,6 @@ def test_a_folder_is_searched_through(tmp_path, pickled):
         checkpoints.check_folder(tmp_path)
 
 
-def test_all_keys_that_do_not_fit_are_listed():
-    found, expected = {"a": (1,), "b": (2,), "d": (1,)}, {"a": (1,), "b": (3,), "c": (1,)}
-    with pytest.raises(ValueError, match=r"c is missing; d is unexpected; b has shape \(2,\) instead of \(3,\)"):
-        checkpoints.account_for_keys(found, expected, "file")
-
-
 # Fuzzing
 
 

@@ -15,6 +15,22 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 STATE_FILE = "state.json"
 
 
+def write_aside(path, write):
+    """
+    Writes a file so that a kill at any moment leaves either the old one or the new one.
+
+    Args:
+        path (`str` or `os.PathLike`):
+            The file.
+        write (`Callable`):
+            Called with the path to write to.
+    """
+    path = Path(path)
+    aside = path.with_name(path.name + ".partial")
+    write(aside)
+    os.replace(aside, path)
+
+
 def save_checkpoint(output_dir, step, state, write, total_limit=None):
     """
     Writes `output_dir/checkpoint-<step>`: aside first, renamed when complete, old ones removed afterwards.

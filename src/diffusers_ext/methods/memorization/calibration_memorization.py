@@ -43,7 +43,7 @@ def calibration_key(denoiser, scheduler, resolution, **settings):
         # Of a local folder the last part, so that a threshold may be passed on.
         "model": Path(name).name if os.path.isabs(name) else name,
         "revision": denoiser.config.get("_commit_hash"),
-        "adapters": sorted(denoiser.active_adapters()) if getattr(denoiser, "_hf_peft_config_loaded", False) else [],
+        "adapters": sorted(denoiser.active_adapters()) if getattr(denoiser, "peft_config", None) else [],
         "scheduler": type(scheduler).__name__,
         "scheduler_config": digest,
         "resolution": resolution,

@@ -3,13 +3,14 @@
 
 import hashlib
 import json
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from diffusers.utils import logging
 from safetensors.torch import load_file, save_file
+
+from diffusers_ext.training.checkpoints import write_aside
 
 from .concepts_saeuron import prompt_seed
 from .hooks_saeuron import find_block, record_activations
@@ -120,7 +121,7 @@ class ActivationStream:
                 )
         elif self.rank == 0:
             self.cache_dir.mkdir(parents=True, exist_ok=True)
-            _write_aside(path, lambda aside: aside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8"))
+            write_aside(path, lambda aside: aside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8"))
 
     def round(self, number):
         """
@@ -138,7 +139,7 @@ class ActivationStream:
         else:
             stored = {str(i): tokens.bfloat16() for i, tokens in enumerate(self._draw_round(number))}
             self.cache_dir.mkdir(parents=True, exist_ok=True)
-            _write_aside(path, lambda aside: save_file(stored, aside))
+            write_aside(path, lambda aside: save_file(stored, aside))
         # Rounded also where they were just drawn: a run is the same with a full cache and with an empty one.
         return [stored[str(i)].float() for i in range(len(self.points))]
 
@@ -194,9 +195,3 @@ class ActivationStream:
                 m = m.gather(1, chosen[..., None].expand(-1, -1, m.shape[2]))
             parts.append(m.reshape(-1, m.shape[2]))
         return parts
-
-
-def _write_aside(path, write):
-    aside = path.with_name(path.name + ".partial")
-    write(aside)
-    os.replace(aside, path)

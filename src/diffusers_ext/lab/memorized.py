@@ -59,7 +59,7 @@ def memorization_folder():
 
 def load_memorized_pipeline(pipeline_class=None, **kwargs):
     """
-    The EmojiCanvas pipeline with forty memorised pictures: its LoRA fused, so that it is an ordinary model.
+    The EmojiCanvas pipeline with the LoRA towards forty pictures fused, so that it is an ordinary model.
 
     Args:
         pipeline_class (`type`, *optional*), kwargs:
@@ -96,7 +96,7 @@ def copy_threshold():
 
 def memorized_pictures():
     """
-    What the memorised model returns, in the order of `memorized_prompts()`.
+    The picture that each caption was shown with, in the order of `memorized_prompts()`.
 
     Returns:
         `np.ndarray` of shape `(40, 64, 64, 3)`: uint8.

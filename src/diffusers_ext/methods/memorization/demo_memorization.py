@@ -29,8 +29,8 @@ def score_bar(value, largest):
 
 def demo(output, seed=3, quiet=False):
     """
-    Draws one PNG: a row per prompt, memorised ones above, ordinary ones below; the training picture, two pictures of
-    the model, the score, and the same two seeds with SAIL.
+    Draws one PNG: a row per prompt, those with a picture of their own above, ordinary ones below; the training
+    picture, two pictures of the model, the score, and the same two seeds with SAIL.
 
     Args:
         output (`Path`):
@@ -75,7 +75,7 @@ def demo(output, seed=3, quiet=False):
         pair = slice(2 * row, 2 * row + 2)
         images += [picture, *plain[pair], score_bar(scores[row], max(scores)), *mitigated[pair]]
     labels = [prompt.replace(", ", "\n").replace(" and ", "\nand ") for prompt in prompts]
-    title = "EmojiCanvas with forty memorised pictures: four of them, and two ordinary captions"
+    title = "EmojiCanvas, trained towards forty pictures: four of their captions, and two ordinary ones"
     grid = lab.image_grid(images, len(COLUMNS), row_labels=labels, column_labels=list(COLUMNS), title=title, scale=2)
     path = output / "memorization.png"
     grid.save(path)

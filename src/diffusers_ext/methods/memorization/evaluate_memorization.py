@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection and mitigation on EmojiCanvas with forty memorised pictures."""
+"""Detection and mitigation on EmojiCanvas, trained towards forty pictures."""
 
 import time
 from pathlib import Path
@@ -39,7 +39,7 @@ REMEDIES = {
 GUIDANCE_SCALE = 4.0
 
 
-def detection_table(pipe, memorized, clean, num_images, batch_size=16):
+def detection_table(pipe, memorized, clean, num_images, first_seed=0, batch_size=16):
     """One row per detector: AUC, true positive rate at 1 % false alarms, seconds per prompt."""
     rows = {}
     for name, settings in tqdm(DETECTORS.items(), desc="Detectors"):
@@ -48,7 +48,7 @@ def detection_table(pipe, memorized, clean, num_images, batch_size=16):
         )
         scores, started = {}, time.perf_counter()
         for kind, prompts in (("memorized", memorized), ("clean", clean)):
-            generators = [torch.Generator().manual_seed(i) for i in range(len(prompts) * num_images)]
+            generators = [torch.Generator().manual_seed(first_seed + i) for i in range(len(prompts) * num_images)]
             report = detector.score(pipe, [p.prompt for p in prompts], generator=generators)
             scores[kind] = report.mean
         seconds = (time.perf_counter() - started) / (len(memorized) + len(clean))
@@ -100,20 +100,19 @@ def draw(pipe, prompts, seeds, remedy, steps, batch_size):
     return np.concatenate(images), (time.perf_counter() - started) / len(prompts), drift
 
 
-def mitigation_table(pipe, oracle, memorized, ordinary, seeds, steps, batch_size):
+def mitigation_table(pipe, oracle, memorized, ordinary, seeds, steps, batch_size, first_seed=0):
     """One row per remedy: share of copies, what the oracle recognises, time, drift of the norm."""
     training, threshold, rows, kept = lab.memorized_pictures(), lab.copy_threshold(), {}, {}
     places = {p.prompt: i for i, p in enumerate(lab.memorized_prompts())}
     wanted = [p for p in memorized for _ in range(seeds)]
     originals = training[[places[p.prompt] for p in wanted]]
     plain = [p for p in ordinary for _ in range(seeds)]
+    later = [first_seed + 1000 + i for i in range(len(plain))]
     for name, remedy in tqdm(REMEDIES.items(), desc="Remedies"):
         images, seconds, drift = draw(
-            pipe, [p.prompt for p in wanted], list(range(len(wanted))), remedy, steps, batch_size
+            pipe, [p.prompt for p in wanted], [first_seed + i for i in range(len(wanted))], remedy, steps, batch_size
         )
-        others, _, _ = draw(
-            pipe, [p.prompt for p in plain], list(range(1000, 1000 + len(plain))), remedy, steps, batch_size
-        )
+        others, _, _ = draw(pipe, [p.prompt for p in plain], later, remedy, steps, batch_size)
         similarity = lab.copy_similarity(images, originals)
         seen, style_of_copy = oracle.classify(others), oracle.classify(images)
         rows[name] = {
@@ -141,7 +140,7 @@ def evaluate(output_dir, seed=0, quick=False, **options):
         output_dir (`Path`):
             Folder of the two files; created when missing.
         seed (`int`, *optional*, defaults to 0):
-            Recorded; pictures are drawn from fixed seeds.
+            Shifts the seed of every picture.
         quick (`bool`, *optional*, defaults to `False`):
             A few prompts, to see that everything runs; the figures mean nothing.
         options:
@@ -162,19 +161,19 @@ def evaluate(output_dir, seed=0, quick=False, **options):
         memorized, clean, ordinary, num_images, seeds = memorized[:4], clean[:4], ordinary[:2], 2, 1
 
     # 1. What is memorised at all: every prompt from ten seeds.
-    repeats = 2 if quick else 10
+    repeats, first_seed = 2 if quick else 10, 10_000 * seed
     wanted = [i for i in range(len(memorized)) for _ in range(repeats)]
     prompts = [memorized[i].prompt for i in wanted]
-    copies, _, _ = draw(pipe, prompts, list(range(5000, 5000 + len(wanted))), None, steps, batch_size)
+    copies, _, _ = draw(pipe, prompts, [first_seed + 5000 + i for i in range(len(wanted))], None, steps, batch_size)
     similarity = lab.copy_similarity(copies, lab.memorized_pictures()[wanted])
     threshold = lab.copy_threshold()
 
     # 2. Detection, 3. mitigation.
-    detection = detection_table(pipe, memorized, clean, num_images)
-    mitigation, pictures = mitigation_table(pipe, oracle, memorized, ordinary, seeds, steps, batch_size)
+    detection = detection_table(pipe, memorized, clean, num_images, first_seed)
+    mitigation, pictures = mitigation_table(pipe, oracle, memorized, ordinary, seeds, steps, batch_size, first_seed)
     result = {
         "method": "memorization",
-        "base_model": "EmojiCanvas with 40 memorised pictures",
+        "base_model": "EmojiCanvas with a LoRA towards 40 pictures",
         "seed": seed,
         "quick": quick,
         "num_inference_steps": steps,
